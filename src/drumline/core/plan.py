@@ -1,0 +1,112 @@
+"""The values of one step: what is proposed, what is decided, what came of it.
+
+Frozen, so that a plan can be shipped to other ranks and replayed. Only the scheduler writes
+proposals, only the conductor seals plans, only workers make results.
+
+One row of a plan, for a sequence of 12 committed tokens of which 10 stand in the cache, with
+2 drafts and a block size of 4:
+
+    position   0 .......... 9 | 10  11 | 12  13
+                in the cache  | tokens | drafts        start = 10, samples = True
+    block_ids  [7][3][9][4]                            block of position p: block_ids[p // 4]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumline.core.request import FinishReason, PositionLogprobs, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step.
+
+    ``tokens`` are committed ids at positions ``start``.., ``drafts`` guesses for the positions
+    after them. ``samples`` says that ``tokens`` reach the end of what is committed, so that the
+    step yields new tokens. ``draft_limit``: the first position that may not hold a draft.
+    """
+
+    number: int
+    start: int
+    tokens: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    samples: bool
+    drafts: tuple[int, ...] = ()
+    draft_limit: int = 0
+
+    @property
+    def width(self) -> int:
+        return len(self.tokens) + len(self.drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence the workers have not seen, or must see afresh: its request and committed ids."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepProposal:
+    """What this replica's scheduler wants to run next."""
+
+    rows: tuple[Row, ...]
+    admitted: tuple[Admission, ...] = ()
+    released: tuple[int, ...] = ()
+    draft_wish: int = 0  # draft length this replica would choose alone
+
+    @property
+    def token_count(self) -> int:
+        return sum(row.width for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What every rank of the replica executes in step ``step`` of ``epoch``."""
+
+    epoch: int
+    step: int
+    rows: tuple[Row, ...]
+    admitted: tuple[Admission, ...] = ()
+    released: tuple[int, ...] = ()
+    draft_k: int = 0  # num_spec_tokens_to_schedule: what to draft in this step
+    verify_width: int = 1  # 1 + draft_k of the last executed step
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What became of one row.
+
+    ``tokens`` were accepted, in order (none if the row does not sample). ``logprobs`` has one
+    entry per token if the request asked. ``prompt_logprobs`` has one entry per prompt position in
+    ``start + 1 .. start + len(tokens)`` that lies inside the prompt, if it asked.
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    drafts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The results of a plan's rows, in the plan's order."""
+
+    step: int
+    rows: tuple[RowResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a request's owner is told after a commit: kept tokens, and the end if it came."""
+
+    number: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cached_token_count: int = 0  # prompt tokens that came from the prefix cache

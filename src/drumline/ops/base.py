@@ -1,0 +1,140 @@
+"""One signature per operation, for every backend.
+
+`reference` (plain torch, any device) is the oracle; `native` (C++ on the CPU) must give the
+same tokens within its own path. An `Ops` object is the only thing models and drafters compute
+with; it knows tensors and cache slots, and refuses to know requests, schedules and ranks.
+
+The law every implementation keeps (promise P1): the result of a row is computed by the same
+operations in the same order whatever other rows share the call, however many threads run it,
+and however the rows are cut into calls. Activations are token-major and flat: ``[tokens, ...]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from drumline.ops.weights import WeightTensor
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Where the tokens of one flat batch sit in their sequences and in the KV cache.
+
+    Tokens of one sequence are adjacent and ascending in position. A token attends to the keys
+    of its own sequence at positions ``0..position``, all read back from the cache.
+
+        token      0   1   2   3   4
+        sequence   a   a   a   b   c          query_start = (0, 3, 4, 5)
+        position   7   8   9   0   30         slots: block_id * block_size + offset; -1 writes nothing
+    """
+
+    positions: Tensor  # [tokens] int64
+    slots: Tensor  # [tokens] int64
+    query_start: tuple[int, ...]  # [sequences + 1], the first is 0, the last is the token count
+    block_tables: tuple[tuple[int, ...], ...]  # per sequence, enough blocks for its last position
+
+    @property
+    def token_count(self) -> int:
+        return self.query_start[-1]
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """Cosines and sines by position; scaling is already inside. ``[positions, rope_dim / 2]``."""
+
+    cos: Tensor  # float32
+    sin: Tensor  # float32
+
+
+class Linear(Protocol):
+    """A weight prepared by a backend's `load_linear`; only that backend can read it."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class KVCache(Protocol):
+    """Keys and values of all layers in fixed-size blocks, as a backend lays them out."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def block_count(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Ops(Protocol):
+    """The operations a model is made of. Every tensor is float32 unless said otherwise."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def load_linear(self, weights: Sequence[WeightTensor], bias: Tensor | None = None) -> Linear:
+        """Prepares one or more ``[out_i, in]`` weights, stacked along the output."""
+        ...
+
+    def load_embedding(self, weight: WeightTensor) -> Linear:
+        """Prepares a ``[vocab, hidden]`` table for `embedding`, and for `linear` if tied."""
+        ...
+
+    def load_vector(self, weight: WeightTensor) -> Tensor:
+        """A norm weight or bias as a float32 tensor on the device."""
+        ...
+
+    def allocate_kv(
+        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str
+    ) -> KVCache: ...
+
+    def embedding(self, ids: Tensor, table: Linear) -> Tensor:
+        """``[tokens]`` int64 → ``[tokens, hidden]``."""
+        ...
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        """``[tokens, in]`` → ``[tokens, out]``, bias added if the weight has one."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root mean square norm over the last axis (Zhang & Sennrich 2019). Any leading axes."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor: ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """``[tokens, 2 * width]`` (gate first) → silu(gate) * up, ``[tokens, width]``."""
+        ...
+
+    def rope(self, x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
+        """Rotates ``[tokens, heads, head_dim]`` by halves (GPT-NeoX order), as hub checkpoints
+        store them. Only the first ``rope_dim`` channels turn."""
+        ...
+
+    def attention(
+        self,
+        query: Tensor,  # [tokens, heads, head_dim]
+        key: Tensor,  # [tokens, kv_heads, head_dim]
+        value: Tensor,  # [tokens, kv_heads, head_dim]
+        cache: KVCache,
+        layer: int,
+        batch: PagedBatch,
+        scale: float,
+    ) -> Tensor:
+        """Writes keys and values to their slots, then causal attention over the cache.
+        Returns ``[tokens, heads * head_dim]``."""
+        ...
