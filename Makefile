@@ -1,0 +1,61 @@
+# make demo    set up, fetch the embedded model, answer PROMPT on the CPU
+# make test    set up, run all tests
+# make lint    ruff, mypy, the import law
+# make bench   the measurements that the documentation states
+#
+# Nothing outside .venv and the model cache is touched. A second call does no set-up work.
+
+PYTHON ?= python3
+VENV   ?= .venv
+MODEL  ?= smollm2
+PROMPT ?= Why do ships float although steel sinks? Answer in two sentences.
+
+# Two jobs: enough for a small native module, gentle with small machines.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Given to commands through the environment, as typed: quotes, $ and backticks in it stay text.
+override PROMPT := $(value PROMPT)
+export PROMPT
+
+BIN    := $(VENV)/bin
+INPUTS := pyproject.toml constraints-cpu.txt CMakeLists.txt $(wildcard native/*)
+PIP    := $(BIN)/python -m pip install --quiet -c constraints-cpu.txt
+
+.PHONY: demo test lint bench install clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/.drumline
+	@$(BIN)/drumline fetch $(MODEL)
+	@$(BIN)/drumline generate --model $(MODEL) --chat --prompt "$$PROMPT" --max-tokens 128
+
+test: $(VENV)/.drumline-test
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.drumline-test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: $(VENV)/.drumline
+	@$(BIN)/drumline bench latency --model $(MODEL)
+
+install: $(VENV)/.drumline
+
+# A stamp each: the venv, the package in it, the test tools in it.
+$(BIN)/python:
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.drumline: $(INPUTS) | $(BIN)/python
+	@echo "installing drumline (the first time takes a few minutes)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.drumline-test: $(INPUTS) | $(BIN)/python
+	@echo "installing drumline and its test tools (the first time takes a few minutes)"
+	@$(PIP) -e '.[test]'
+	@touch $(VENV)/.drumline $@
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
