@@ -125,6 +125,10 @@ class Ops(Protocol):
         store them. Only the first ``rope_dim`` channels turn."""
         ...
 
+    def prepare(self, batch: PagedBatch, block_size: int) -> PagedBatch:
+        """Works out once per pass what every layer's `attention` needs of the batch."""
+        ...
+
     def attention(
         self,
         query: Tensor,  # [tokens, heads, head_dim]

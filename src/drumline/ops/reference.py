@@ -1,0 +1,321 @@
+"""The reference operations: plain torch, any device, float32, batch-invariant by construction.
+
+This is the oracle, and every fast backend is held to it. It is written to be read, and to keep
+promise P1 rather than to be quick. What makes a row's bits independent of its neighbours:
+
+- matrix products run at a pinned shape: `ROW_TILE` rows per library call, zeros for missing rows,
+  because a GEMM library picks its kernel, and with it the order of summation, by shape;
+- attention is cut into pinned items of (`QUERY_TILE` queries) x (one KV block); the items of a
+  query are added by `tree_sum`, whose result does not change when zeros are appended;
+- sums along an axis are trees of elementwise additions, never a library reduction, which splits
+  by thread count; maxima are exact in any order;
+- exponentials see contiguous tensors only: elsewhere vectorised bodies and scalar tails round
+  differently (measured: ``silu`` and ``sigmoid`` do even on contiguous ones, so they are composed).
+
+It refuses to know requests, schedules and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drumline.core.errors import ConfigError
+from drumline.ops.base import KVCache, Linear, PagedBatch, RopeTable
+from drumline.ops.weights import WeightTensor
+
+ROW_TILE = 16  # rows per matrix product; on the CPUs measured 16 rows cost what 4 cost
+QUERY_TILE = 4  # queries of one sequence that share a gathered KV block
+ITEMS_MAX = 2048  # (query tile, block) pairs held in memory at once
+KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ReferenceLinear:
+    """A dense float32 weight ``[out, in]`` and an optional bias ``[out]``."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True)
+class ReferenceKV:
+    """Keys and values ``[layers, blocks, kv_heads, block_size, head_dim]``."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def block_count(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True)
+class TileGroup:
+    """Query tiles that are attended together; ``t`` tiles over at most ``m`` blocks each.
+
+    ``source`` picks tokens into tile slots, ``target`` puts the live slots back:
+    ``out[source[live]] = tile_out[live]``.
+    """
+
+    source: Tensor  # [t * QUERY_TILE] token index, 0 where the slot is empty
+    live: Tensor  # [live slots] index into the flattened tile slots
+    target: Tensor  # [live slots] token index
+    block_ids: Tensor  # [t * m]
+    hidden: Tensor  # [t, m, 1, QUERY_TILE, 1, block_size] bool: key is after the query
+
+
+@dataclass(frozen=True)
+class ReferenceBatch(PagedBatch):
+    """A `PagedBatch` with what every layer needs of it worked out once."""
+
+    write_rows: Tensor | None = None  # tokens that have a slot; None if all have
+    write_blocks: Tensor | None = None
+    write_offsets: Tensor | None = None
+    groups: tuple[TileGroup, ...] = ()
+
+
+def tree_sum(x: Tensor, dim: int) -> Tensor:
+    """Sums along ``dim`` by adding neighbours pairwise until one is left; the axis goes.
+
+    Appending zeros to the axis leaves every bit of the result as it is: a zero is added to a
+    finished subtree. A final ``+ 0.0`` makes that true for the sign of zero too.
+    """
+    x = x.movedim(dim, 0)
+    while x.shape[0] > 1:
+        pairs = x.shape[0] // 2
+        summed = x[0 : 2 * pairs : 2] + x[1 : 2 * pairs : 2]
+        x = torch.cat((summed, x[2 * pairs :])) if x.shape[0] % 2 else summed
+    return x[0] + 0.0
+
+
+class ReferenceOps:
+    """`drumline.ops.base.Ops` in plain torch. See there for shapes."""
+
+    name = "reference"
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.device = torch.device(device)
+
+    # ---- loading -------------------------------------------------------------------------
+
+    def load_linear(
+        self, weights: Sequence[WeightTensor], bias: Tensor | None = None
+    ) -> ReferenceLinear:
+        dense = [weight.to_float() for weight in weights]
+        stacked = dense[0] if len(dense) == 1 else torch.cat(dense)
+        return ReferenceLinear(
+            stacked.to(self.device).contiguous(),
+            None if bias is None else bias.to(self.device, torch.float32).contiguous(),
+        )
+
+    def load_embedding(self, weight: WeightTensor) -> ReferenceLinear:
+        return self.load_linear([weight])
+
+    def load_vector(self, weight: WeightTensor) -> Tensor:
+        return weight.to_float().to(self.device)
+
+    def allocate_kv(
+        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str
+    ) -> ReferenceKV:
+        if dtype not in KV_DTYPES:
+            raise ConfigError("kv_cache_dtype", dtype, f"reference ops have {', '.join(KV_DTYPES)}")
+        shape = (layers, blocks, kv_heads, block_size, head_dim)
+        return ReferenceKV(
+            torch.zeros(shape, dtype=KV_DTYPES[dtype], device=self.device),
+            torch.zeros(shape, dtype=KV_DTYPES[dtype], device=self.device),
+        )
+
+    # ---- rows ----------------------------------------------------------------------------
+
+    def embedding(self, ids: Tensor, table: Linear) -> Tensor:
+        assert isinstance(table, ReferenceLinear)
+        return table.weight.index_select(0, ids)  # [tokens, hidden]
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        assert isinstance(weight, ReferenceLinear)
+        rows = x.shape[0]
+        padded = -(-rows // ROW_TILE) * ROW_TILE
+        # A fresh buffer in any case: its alignment is pinned too, whatever x was a view of.
+        tiles = x.new_zeros((padded, x.shape[1]))
+        tiles[:rows] = x
+        out = x.new_empty((padded, weight.out_features))
+        for start in range(0, padded, ROW_TILE):
+            tile = slice(start, start + ROW_TILE)
+            torch.mm(tiles[tile], weight.weight.t(), out=out[tile])
+        if weight.bias is not None:
+            out += weight.bias
+        return out[:rows]  # [tokens, out]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        mean = tree_sum_last(x * x).div_(x.shape[-1])  # [..., 1]
+        return x * (1.0 / torch.sqrt(mean + eps)) * weight
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        width = gate_up.shape[-1] // 2
+        gate = gate_up[..., :width].contiguous()  # [tokens, width]
+        return gate / (1.0 + torch.exp(-gate)) * gate_up[..., width:]
+
+    def rope(self, x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
+        cos = table.cos.index_select(0, positions).unsqueeze(1)  # [tokens, 1, rope_dim / 2]
+        sin = table.sin.index_select(0, positions).unsqueeze(1)
+        half = cos.shape[-1]
+        low, high = x[..., :half], x[..., half : 2 * half]
+        return torch.cat((low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]), -1)
+
+    # ---- attention -----------------------------------------------------------------------
+
+    def prepare(self, batch: PagedBatch, block_size: int) -> ReferenceBatch:
+        """Cuts a batch into query tiles and groups of tiles; once per pass, not per layer."""
+        if isinstance(batch, ReferenceBatch):
+            return batch
+        written = torch.nonzero(batch.slots >= 0).squeeze(1)
+        every = written.shape[0] == batch.slots.shape[0]
+        slots = batch.slots if every else batch.slots.index_select(0, written)
+        return ReferenceBatch(
+            positions=batch.positions,
+            slots=batch.slots,
+            query_start=batch.query_start,
+            block_tables=batch.block_tables,
+            write_rows=None if every else written,
+            write_blocks=slots // block_size,
+            write_offsets=slots % block_size,
+            groups=tuple(self._groups(batch, block_size)),
+        )
+
+    def attention(
+        self,
+        query: Tensor,  # [tokens, heads, head_dim]
+        key: Tensor,  # [tokens, kv_heads, head_dim]
+        value: Tensor,
+        cache: KVCache,
+        layer: int,
+        batch: PagedBatch,
+        scale: float,
+    ) -> Tensor:
+        assert isinstance(cache, ReferenceKV)
+        ready = self.prepare(batch, cache.block_size)
+        keys, values = cache.keys[layer], cache.values[layer]
+        if ready.write_rows is not None:
+            key, value = key[ready.write_rows], value[ready.write_rows]
+        at = (ready.write_blocks, slice(None), ready.write_offsets)
+        # Finite entries only: a masked key has weight 0, and 0 * inf would reach its neighbours
+        # in the block, which after a block is freed belong to other requests.
+        keys[at] = torch.nan_to_num(key.to(keys.dtype))
+        values[at] = torch.nan_to_num(value.to(values.dtype))
+        tokens, heads, head_dim = query.shape
+        grouped = query.reshape(tokens, key.shape[1], heads // key.shape[1], head_dim)
+        out = query.new_zeros((tokens, heads * head_dim))
+        for group in ready.groups:
+            tiles = self._attend(grouped, keys, values, group, scale)
+            out[group.target] = tiles.view(-1, heads * head_dim)[group.live]
+        return out
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, group: TileGroup, scale: float
+    ) -> Tensor:
+        """One group of tiles; returns ``[t, QUERY_TILE, kv_heads, group, head_dim]``."""
+        _, kv_heads, per_kv, head_dim = query.shape
+        t, m, block_size = group.hidden.shape[0], group.hidden.shape[1], keys.shape[2]
+        rows = QUERY_TILE * per_kv
+        q = query.index_select(0, group.source).view(t, 1, QUERY_TILE, kv_heads, per_kv, head_dim)
+        q = q.permute(0, 1, 3, 2, 4, 5).expand(t, m, kv_heads, QUERY_TILE, per_kv, head_dim)
+        q = q.reshape(t * m * kv_heads, rows, head_dim)
+        k = keys.index_select(0, group.block_ids).view(-1, block_size, head_dim)
+        scores = torch.bmm(q, k.to(q.dtype).transpose(1, 2)).mul_(scale)
+        scores = scores.view(t, m, kv_heads, QUERY_TILE, per_kv, block_size)
+        scores.masked_fill_(group.hidden, -torch.inf)
+        peak = scores.amax(dim=(1, 5), keepdim=True)  # [t, 1, kv_heads, QUERY_TILE, per_kv, 1]
+        weights = torch.exp(scores.sub_(peak))
+        v = values.index_select(0, group.block_ids).view(-1, block_size, head_dim)
+        partial = torch.bmm(weights.view(-1, rows, block_size), v.to(q.dtype))
+        partial = partial.view(t, m, kv_heads, QUERY_TILE, per_kv, head_dim)
+        total = tree_sum(tree_sum_last(weights), 1)  # [t, kv_heads, QUERY_TILE, per_kv, 1]
+        mixed = tree_sum(partial, 1) / total
+        return mixed.permute(0, 2, 1, 3, 4).contiguous()
+
+    def _groups(self, batch: PagedBatch, block_size: int) -> list[TileGroup]:
+        positions = batch.positions.tolist()
+        tiles = []  # (blocks, first token, tokens, block table)
+        for index, table in enumerate(batch.block_tables):
+            end = batch.query_start[index + 1]
+            for first in range(batch.query_start[index], end, QUERY_TILE):
+                last = min(first + QUERY_TILE, end) - 1
+                tiles.append((positions[last] // block_size + 1, first, last - first + 1, table))
+        tiles.sort(key=lambda tile: (-tile[0], tile[1]))  # like lengths share a group
+        groups, start = [], 0
+        while start < len(tiles):
+            count = max(1, ITEMS_MAX // tiles[start][0])
+            groups.append(self._group(tiles[start : start + count], positions, block_size))
+            start += count
+        return groups
+
+    def _group(
+        self,
+        tiles: Sequence[tuple[int, int, int, tuple[int, ...]]],
+        positions: list[int],
+        block_size: int,
+    ) -> TileGroup:
+        t, m = len(tiles), tiles[0][0]
+        source, live, target, blocks, reach = [], [], [], [], []
+        for index, (count, first, width, table) in enumerate(tiles):
+            for slot in range(QUERY_TILE):
+                used = slot < width
+                source.append(first + slot if used else first)
+                reach.append(positions[first + slot] if used else 0)
+                if used:
+                    live.append(index * QUERY_TILE + slot)
+                    target.append(first + slot)
+            blocks += table[:count]
+            blocks += (0,) * (m - count)  # masked: their keys lie after every query
+        device = self.device
+        key_at = torch.arange(m * block_size, device=device).view(1, m, 1, 1, 1, block_size)
+        query_at = torch.tensor(reach, device=device).view(t, 1, 1, QUERY_TILE, 1, 1)
+        return TileGroup(
+            source=torch.tensor(source, device=device),
+            live=torch.tensor(live, device=device),
+            target=torch.tensor(target, device=device),
+            block_ids=torch.tensor(blocks, device=device),
+            hidden=key_at > query_at,
+        )
+
+
+def tree_sum_last(x: Tensor) -> Tensor:
+    """`tree_sum` along the last axis, which stays with length one. Halves rather than neighbours
+    are added, so the slices stay wide; the order depends on the axis length alone."""
+    width = x.shape[-1]
+    half = 1 << (width - 1).bit_length() >> 1  # largest power of two below width
+    while width > 1:
+        rest = width - half
+        x = torch.cat((x[..., :rest] + x[..., half:width], x[..., rest:half]), -1) if (
+            rest < half
+        ) else x[..., :half] + x[..., half:]
+        width, half = half, half // 2
+    return x
