@@ -1,5 +1,5 @@
-"""`Replica.step()`, the only loop over steps, and what surrounds it.
+"""Replicas and the one loop over steps, with everything that touches the world handed in."""
 
-The executor, the channel and the clock are handed in, so the engine and a simulator drive the
-same code. This room refuses to know tensors, processes and sockets.
-"""
+from drumline.fleet.replica import Arrivals, Emitter, Executor, Intake, Replica, StepStats
+
+__all__ = ["Arrivals", "Emitter", "Executor", "Intake", "Replica", "StepStats"]

@@ -1,5 +1,10 @@
-"""Where keys and values live: the block pool, block tables with rewind, the prefix cache.
+"""KV blocks as numbers: who holds which, what may be shared, what may be forgotten.
 
-This room counts blocks and hashes token ids. It refuses to know tensors, models and clocks: a
-block is a number here, and the law it keeps is free + used + cached = all.
+Knows no tensor, request or step; a block is an index, its content is the worker's business.
 """
+
+from drumline.kvcache.pool import BlockPool, blocks_for
+from drumline.kvcache.prefix import PrefixChain
+from drumline.kvcache.table import BlockTable
+
+__all__ = ["BlockPool", "BlockTable", "PrefixChain", "blocks_for"]

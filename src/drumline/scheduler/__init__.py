@@ -1,5 +1,10 @@
-"""Who runs in the next step, and with how many tokens.
+"""Who runs with how many tokens: continuous batching under limits, in a total order.
 
-Continuous batching, chunked prefill, priorities, preemption, limits. This room decides from
-counts and numbers of arrival alone; it refuses to know tensors, text, ranks and wall clocks.
+Decides and never computes; knows neither tensors nor text nor time.
 """
+
+from drumline.scheduler.finish import TokenFinish
+from drumline.scheduler.scheduler import Scheduler
+from drumline.scheduler.settings import Limits, Policy, SchedulerSettings, check_fits
+
+__all__ = ["Limits", "Policy", "Scheduler", "SchedulerSettings", "TokenFinish", "check_fits"]
