@@ -1,0 +1,129 @@
+"""Gumbel-max: which token has the largest scaled logit plus noise.
+
+Making noise for a whole vocabulary is what costs, so it is made, or finished, only for tokens
+that can still win. Every shortcut here is exact: it leaves out only tokens whose noise would have
+to lie beyond what the generator can give, or beyond the bits already drawn. Ties go to the lowest
+id. Knows scaled logits and keys; not how the logits were made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drumline.core.random import MASK, Purpose
+from drumline.sampling.history import SamplingRow
+from drumline.sampling.noise import (
+    GUMBEL_MAX,
+    GUMBEL_MIN,
+    LANES,
+    Words,
+    chosen_bits,
+    gumbel_from_bits,
+    token_bits,
+)
+
+Ids = NDArray[np.int64]
+Scaled = NDArray[np.float64]  # [vocab], maximum 0
+
+_MARGIN = 1e-3  # far above any rounding of noise and sums at their size
+_REACH = GUMBEL_MAX - GUMBEL_MIN + _MARGIN  # who trails the maximum by more cannot win
+_NEAR = 3.0  # tokens this close to the maximum set the score to beat
+_DEEP = 8.0  # tokens below this need noise that one draw in thousands has
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A row that waits for its noise. ``kept`` ids are ascending; None keeps every token."""
+
+    index: int
+    row: SamplingRow
+    scaled: Scaled
+    kept: Ids | None
+
+    @property
+    def processed(self) -> Scaled:
+        """Scaled logits with everything that is not kept at -inf: ``[vocab]``."""
+        if self.kept is None:
+            return self.scaled
+        masked = np.full_like(self.scaled, -np.inf)
+        masked[self.kept] = self.scaled[self.kept]
+        return masked
+
+    def bits(self) -> Words:
+        """The bits of the whole vocabulary."""
+        request = self.row.request
+        return token_bits(
+            request.seed,
+            request.sample_index,
+            self.row.position,
+            Purpose.TARGET,
+            len(self.scaled),
+        )
+
+
+def draw_tokens(draws: Sequence[Draw]) -> list[int]:
+    """The target's token of each draw. Rows with few candidates share one pass of Philox."""
+    tokens = [-1] * len(draws)
+    few: list[tuple[int, Ids]] = []
+    for place, draw in enumerate(draws):
+        ids = _candidates(draw)
+        if ids is None:
+            tokens[place] = _from_all(draw.scaled, draw.bits())
+        elif len(ids) == 1:
+            tokens[place] = int(ids[0])
+        elif len(ids) > len(draw.scaled) // (2 * LANES):
+            tokens[place] = _winner(draw.scaled, ids, draw.bits()[ids])[0]
+        else:
+            few.append((place, ids))
+    rows = [draws[place].row for place, _ in few]
+    bits = chosen_bits(
+        [row.request.seed for row in rows],
+        [row.request.sample_index for row in rows],
+        [row.position for row in rows],
+        Purpose.TARGET,
+        [ids for _, ids in few],
+    )
+    for (place, ids), words in zip(few, bits, strict=True):
+        tokens[place] = _winner(draws[place].scaled, ids, words)[0]
+    return tokens
+
+
+def _candidates(draw: Draw) -> Ids | None:
+    """The tokens that can win at all, ascending; None where that is a large part of them all."""
+    if draw.kept is not None:
+        return draw.kept[draw.scaled[draw.kept] >= -_REACH]
+    reachable = draw.scaled >= -_REACH
+    if np.count_nonzero(reachable) > len(reachable) // (2 * LANES):
+        return None
+    return np.flatnonzero(reachable)
+
+
+def _winner(scaled: Scaled, ids: Ids, bits: Words) -> tuple[int, float]:
+    """The best of ``ids``, whose bits are given beside them, and its score."""
+    scores = scaled[ids] + gumbel_from_bits(bits)
+    best = int(np.argmax(scores))
+    return int(ids[best]), float(scores[best])
+
+
+def _from_all(scaled: Scaled, bits: Words) -> int:
+    """The winner of the whole vocabulary, with logarithms only where they can matter.
+
+    A token wins over score s only if its noise g >= s - scaled. As g = -log(-log u) and
+    1 - u <= -log u, that needs 1 - u <= exp(scaled - s): a threshold on the bits.
+    """
+    near = np.flatnonzero(scaled >= -_NEAR)
+    _, score = _winner(scaled, near, bits[near])
+    likely = (scaled >= -_DEEP) & (bits >= _bits_needed(score))
+    likely |= bits >= _bits_needed(score + _DEEP)
+    return _winner(scaled, np.flatnonzero(likely), bits[likely])[0]
+
+
+def _bits_needed(noise: float) -> np.uint64:
+    """Bits below this give less than ``noise``."""
+    tail = math.exp(min(_MARGIN - noise, 0.0)) * 2.0**32  # 1 - u is at most this, scaled up
+    return np.uint64(max(MASK - math.ceil(tail), 0))
