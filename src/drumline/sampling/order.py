@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 Values = NDArray[np.floating[Any]]
 Ids = NDArray[np.int64]
 
+_RADIX_MIN = 4096  # from here two passes by 16 bits beat a stable sort by comparison
 _BLOCK = 256  # enough blocks to bound the k-th value from below, few enough to be cheap
 
 
 def sorted_ids(values: Values, ids: Ids) -> Ids:
     """``ids`` (ascending) reordered by (-value, id); ``values`` is ``[vocab]``."""
-    ordered: Ids = ids[np.argsort(-values[ids], kind="stable")]
+    chosen = values[ids]
+    if chosen.dtype == np.float32 and len(chosen) >= _RADIX_MIN:
+        return ids[_radix_order(chosen)]
+    ordered: Ids = ids[np.argsort(-chosen, kind="stable")]
     return ordered
 
 
@@ -44,6 +48,18 @@ def rank_of(values: Values, token: int) -> int:
     value = values[token]
     ahead = np.count_nonzero(values > value) + np.count_nonzero(values[:token] == value)
     return 1 + int(ahead)
+
+
+def _radix_order(values: NDArray[np.float32]) -> Ids:
+    """Places of ``[n]`` values in the order, by two stable passes over 16-bit halves of a key
+    that ascends as the value descends. Adding 0 makes the two zeros equal."""
+    bits = (values + np.float32(0)).view(np.uint32)
+    negative = bits >= np.uint32(1 << 31)
+    key = np.where(negative, bits, bits ^ np.uint32((1 << 31) - 1))
+    by_low = np.argsort((key & np.uint32(0xFFFF)).astype(np.uint16), kind="stable")
+    high = (key >> np.uint32(16)).astype(np.uint16)
+    ordered: Ids = by_low[np.argsort(high[by_low], kind="stable")]
+    return ordered
 
 
 def _lower_bound(values: Values, count: int) -> float:
