@@ -1,0 +1,33 @@
+"""The conductor of one rank: numbers, lengths, and nothing decided twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from drumline.core.plan import Row, StepProposal
+from drumline.lockstep.conductor import SoloConductor
+
+
+def row(samples: bool, drafts: tuple[int, ...] = ()) -> Row:
+    return Row(0, 0, (1,), (0,), samples, drafts)
+
+
+def test_steps_are_numbered_and_widths_follow_the_last_step() -> None:
+    conductor = SoloConductor(epoch=3)
+    prefill = StepProposal(rows=(row(False),), draft_wish=3)
+    decode = StepProposal(rows=(row(True),), draft_wish=3)
+    plans = [conductor.seal(proposal) for proposal in (prefill, decode, prefill, decode)]
+    assert [(plan.epoch, plan.step) for plan in plans] == [(3, 0), (3, 1), (3, 2), (3, 3)]
+    assert [plan.draft_k for plan in plans] == [0, 3, 0, 3]
+    assert [plan.verify_width for plan in plans] == [1, 1, 4, 1]
+
+
+def test_what_was_proposed_is_what_is_planned() -> None:
+    proposal = StepProposal(rows=(row(True),), released=(4,), draft_wish=1)
+    plan = SoloConductor().seal(proposal)
+    assert (plan.rows, plan.admitted, plan.released) == (proposal.rows, (), (4,))
+
+
+def test_drafts_of_another_step_are_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="drafts of another step"):
+        SoloConductor().seal(StepProposal(rows=(row(True, (5,)),), draft_wish=3))

@@ -1,0 +1,1 @@
+"""The scheduler, driven by a model that is a hash."""
