@@ -28,12 +28,11 @@ def _clean_environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread() -> None:
     """torch computes in one thread, before each test, if it is loaded; tests may raise it."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
-    yield
 
 
 @pytest.fixture(scope="session")

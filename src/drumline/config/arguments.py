@@ -17,7 +17,7 @@ from drumline.config.parts import FIELDS, PARTS
 from drumline.config.refused import REFUSED, REFUSED_SHORT
 from drumline.config.sources import nearest
 
-_TITLES = {
+TITLES = {
     "model": "model",
     "cache": "KV cache",
     "scheduler": "scheduling",
@@ -88,7 +88,7 @@ def add_engine_arguments(
         help="YAML file of these settings; flags and DRUMLINE_* variables win over it",
     )
     for part in parts:
-        group = parser.add_argument_group(_TITLES[part])
+        group = parser.add_argument_group(TITLES[part])
         for field in FIELDS.values():
             if field.part == part and field.name not in skipped:
                 _add(group, field)

@@ -48,7 +48,7 @@ class Option:
     short: str | None = None
     choices: tuple[str, ...] = ()
     later: tuple[str, ...] = ()  # choices people know that this release does not have
-    low: float | None = None
+    low: float | None = None  # inclusive, like high; an int where the field holds one
     high: float | None = None
     unit: str = ""
     # What None means, for fields that may be None. For numbers people type ``auto``; where vLLM
@@ -287,9 +287,9 @@ def _check_range(field: Field, value: float) -> None:
     unit = f" {field.option.unit}" if field.option.unit else ""
     if low is not None and value < low:
         auto = " (or auto)" if _is_auto(field, "auto") else ""
-        field.refuse(value, f"must be at least {low:.16g}{unit}{auto}")
+        field.refuse(value, f"must be at least {low}{unit}{auto}")
     if high is not None and value > high:
-        field.refuse(value, f"must be at most {high:.20g}{unit}")
+        field.refuse(value, f"must be at most {high}{unit}")
 
 
 def _kind_name(value: object) -> str:
