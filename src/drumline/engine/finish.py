@@ -37,15 +37,20 @@ class _Output:
     detokenizer: Detokenizer | None
     stop: tuple[str, ...]
     include_stop: bool
+    min_tokens: int
     count: int = 0
     window: str = ""
     released: list[str] = field(default_factory=list)
     finished: bool = False
 
-    def add(self, delta: str, may_stop: bool) -> str | None:
+    @property
+    def may_stop(self) -> bool:
+        return self.count > self.min_tokens
+
+    def add(self, delta: str) -> str | None:
         """Appends text. Returns the stop string that it completes; text is then cut at it."""
         text = self.window + delta
-        match = self._first_stop(text) if may_stop and delta else None
+        match = self._first_stop(text) if self.may_stop and delta else None
         begin = len(self.window) if self.include_stop else 0
         if match is not None:
             start, stop = match
@@ -93,8 +98,10 @@ class OutputJudge:
     ) -> None:
         """Opens a request. Without a detokenizer it has no text, and no stop strings."""
         assert detokenizer is not None or not stop, "stop strings need text"
-        include_stop = request.params.include_stop_str_in_output
-        self._outputs[request.number] = _Output(detokenizer, stop, include_stop)
+        params = request.params
+        self._outputs[request.number] = _Output(
+            detokenizer, stop, params.include_stop_str_in_output, params.min_tokens
+        )
 
     def judge(self, request: Request, output_count: int, tokens: Sequence[int]) -> Verdict:
         """Keeps tokens up to and with the one that ends the request.
@@ -125,8 +132,8 @@ class OutputJudge:
         output = self._outputs[number]
         if not output.finished:
             output.finished = True
-            output.add(_flush(output.detokenizer), may_stop=False)
-            output.end()
+            if output.add(_flush(output.detokenizer)) is None:
+                output.end()
         return self.take_text(number)
 
     def forget(self, number: int) -> None:
@@ -137,24 +144,22 @@ class OutputJudge:
         self, request: Request, output: _Output, kept: int, token: int
     ) -> Verdict | None:
         """The verdict if ``token``, the ``kept``-th of this call, ends the request."""
-        may_stop = output.count > request.params.min_tokens
-        if may_stop and token in request.stop_token_ids:
-            shown = (token,) if output.include_stop else ()
-            output.add(_push(output.detokenizer, shown) + _flush(output.detokenizer), False)
-            output.end()
-            listed = token in request.params.stop_token_ids
-            return Verdict(kept, FinishReason.STOP, token if listed else None)
-        limited = output.count >= request.max_tokens
-        text = _push(output.detokenizer, (token,))
-        if limited:
+        stopped = output.may_stop and token in request.stop_token_ids
+        ends = stopped or output.count >= request.max_tokens
+        shown = () if stopped and not output.include_stop else (token,)
+        text = _push(output.detokenizer, shown)
+        if ends:
             text += _flush(output.detokenizer)
-        stop = output.add(text, may_stop)
-        if stop is not None:
+        stop = output.add(text)
+        if stop is not None:  # also where the end set free text that had waited
             return Verdict(kept, FinishReason.STOP, stop)
-        if limited:
-            output.end()
+        if not ends:
+            return None
+        output.end()
+        if not stopped:
             return Verdict(kept, FinishReason.LENGTH)
-        return None
+        listed = token in request.params.stop_token_ids
+        return Verdict(kept, FinishReason.STOP, token if listed else None)
 
 
 def _push(detokenizer: Detokenizer | None, tokens: Sequence[int]) -> str:
