@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from drumline.core.errors import RequestError as RequestError
     from drumline.core.errors import UsageError as UsageError
     from drumline.core.params import SamplingParams as SamplingParams
+    from drumline.engine.llm import LLM as LLM
+    from drumline.engine.outputs import CompletionOutput as CompletionOutput
+    from drumline.engine.outputs import RequestOutput as RequestOutput
 
 _HOME = {
     "LLM": "drumline.engine.llm",

@@ -147,8 +147,13 @@ def test_no_wait_without_a_deadline() -> None:
 
 
 def _awaited(path: Path, call: ast.Call) -> bool:
-    """Whether a coroutine's wait: the loop's owner holds its deadline (``asyncio.timeout``)."""
-    return any(isinstance(node, ast.Await) and node.value is call for node in ast.walk(tree(path)))
+    """Whether a coroutine's wait, which the owner of the loop can cancel, or a finished task's
+    ``result()``: nothing directly inside an ``async def`` stops a thread."""
+    return any(
+        isinstance(node, ast.AsyncFunctionDef)
+        and node.lineno <= call.lineno <= (node.end_lineno or node.lineno)
+        for node in ast.walk(tree(path))
+    )
 
 
 def test_subprocesses_have_a_deadline() -> None:

@@ -256,6 +256,14 @@ class ServerConfig(Part):
         high=2**20,
         unit="requests",
     )
+    shutdown_timeout: float = option(
+        0.0,
+        Kind.SECONDS,
+        "how long running requests may finish after a first signal; a second one does not wait",
+        low=0,
+        high=3600,
+        unit="s",
+    )
     max_body_bytes: int = option(
         16 * 2**20, Kind.SIZE, "largest request body", low=1024, high=2**32, unit="bytes"
     )

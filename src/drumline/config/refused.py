@@ -55,7 +55,6 @@ REFUSED: dict[str, str] = {
     "long_prefill_token_threshold": _LATER,
     "scheduler_cls": _LATER,
     "stream_interval": "every token is streamed as it comes",
-    "shutdown_timeout": _LATER,
     # ranks and machines
     "data_parallel_rank": _ONE_RANK,
     "data_parallel_start_rank": _ONE_RANK,
