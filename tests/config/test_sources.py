@@ -175,6 +175,19 @@ def test_unknown_flags_name_the_nearest(typed: str, nearest: str) -> None:
     assert f"did you mean {nearest}?" in line
 
 
+def test_a_stranger_is_named_before_what_is_missing() -> None:
+    parser = Parser(prog="drumline")
+    parser.add_argument("--prompt", required=True)
+    add_engine_arguments(parser)
+    err = io.StringIO()
+    with redirect_stderr(err), pytest.raises(SystemExit):
+        parser.parse_args(["--max-modl-len", "4"])
+    assert "unknown flag --max-modl-len; did you mean --max-model-len?" in err.getvalue()
+    # A text that begins like a flag is a value if it has spaces or follows an equals sign.
+    assert parser.parse_args(["--prompt", "--a b"]).prompt == "--a b"
+    assert parser.parse_args(["--prompt=--a"]).prompt == "--a"
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused_names_get_their_sentence_everywhere(name: str, tmp_path: Path) -> None:
     assert f"is refused: {REFUSED[name]}" in _error("--" + name.replace("_", "-"), "1")

@@ -48,10 +48,24 @@ class Parser(argparse.ArgumentParser):
         typed = sys.argv[1:] if args is None else list(args)
         end = typed.index("--") if "--" in typed else len(typed)
         typed = [_dashed(arg) for arg in typed[:end]] + typed[end:]
+        strangers = self._long_strangers(typed[:end])
+        if strangers:  # before argparse, which would complain of missing arguments first
+            self.error(self._stranger(strangers))
         known, extras = super().parse_known_args(typed, namespace)
         if extras:
             self.error(self._stranger(extras))
         return known, []
+
+    def _long_strangers(self, typed: list[str]) -> list[str]:
+        if any(isinstance(action, argparse._SubParsersAction) for action in self._actions):
+            return []  # the sub-verb's parser knows its own flags
+        return [
+            arg
+            for arg in typed
+            if arg.startswith("--")
+            and arg.partition("=")[0] not in self._option_string_actions
+            and " " not in arg  # argparse takes such a text for a value
+        ]
 
     def _stranger(self, extras: list[str]) -> str:
         flag = next((arg for arg in extras if arg.startswith("-") and len(arg) > 1), None)
