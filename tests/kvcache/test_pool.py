@@ -167,6 +167,10 @@ def test_a_rewind_never_leads_into_a_findable_block() -> None:
     table = filled(pool, [1] * 8)
     with pytest.raises(AssertionError, match="shared block"):
         table.truncate(6)
+    other = BlockTable(pool)
+    other.adopt(other.match(chain_of([1] * 9), 9))
+    with pytest.raises(AssertionError, match="shared block"):
+        other.truncate(6)
     table = filled(pool, [2] * 8)
     table.truncate(4)
     assert len(pool.find(chain_of([2] * 8).keys[1:])) == 2

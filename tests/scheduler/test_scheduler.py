@@ -10,10 +10,12 @@ import pytest
 from drumline.core.errors import PromptTooLong, Refused, RequestError
 from drumline.core.params import SamplingParams
 from drumline.core.plan import RowResult, StepResult
-from drumline.core.request import FinishReason
-from drumline.scheduler import Limits, SchedulerSettings, check_fits
+from drumline.core.request import FinishReason, Verdict
+from drumline.scheduler import Limits, SchedulerSettings, TokenFinish, check_fits
 
 from .world import PROMPT_LOGPROBS, World, alone, make_request
+
+STOP = 99
 
 
 def settings_of(**changes: Any) -> SchedulerSettings:
@@ -189,9 +191,16 @@ def test_nobody_is_preempted_for_drafts() -> None:
 
 
 def test_a_draft_gives_its_block_to_a_committed_token() -> None:
-    world = world_of(block_count=4, skill=1.0, num_speculative_tokens=3)
-    world.add(make_request(0, [1] * 4, 9))
-    world.add(make_request(1, [2] * 3, 1))
+    """0 holds the last block for drafts alone when 1 needs it for a token that counts."""
+    world = world_of(block_count=3, num_speculative_tokens=3)
+    world.worker.script(0, [5, 6, STOP])
+    world.add(make_request(0, [1] * 2, 10, stops=[STOP]))
+    world.add(make_request(1, [2] * 3, 5))
+    world.step()
+    world.step()
+    assert world.pool.available_count == 0
+    world.step()
+    assert rows(world) == [(0, 3, 1, 0), (1, 4, 1, 0)]
     world.run()
     assert world.scheduler.preemption_count == 0
 
@@ -242,6 +251,17 @@ def test_prompt_logprobs_bypass_cache_reads_and_are_told_once_across_preemptions
     assert [entry.token.logprob for entry in told.prompt_logprobs] == [
         -float(p) for p in range(1, 7)
     ]
+
+
+def test_finding_its_own_blocks_after_a_preemption_is_no_hit() -> None:
+    world = world_of(block_count=6)
+    for number in range(2):
+        world.add(make_request(number, [number + 1] * 7, 14))
+    world.run()
+    assert world.scheduler.preemption_count >= 1
+    assert any(row.start > 0 for plan in world.plans for row in plan.rows if len(row.tokens) > 1)
+    assert (world.pool.prefix_query_tokens, world.pool.prefix_hit_tokens) == (14, 0)
+    assert world.told[1].cached_token_count == 0
 
 
 # ---- drafts --------------------------------------------------------------------------------
@@ -348,8 +368,6 @@ def test_case_36_every_id_handed_to_a_model_is_one(block: int) -> None:
 
 # ---- ends ----------------------------------------------------------------------------------
 
-STOP = 99
-
 
 @pytest.mark.parametrize(
     ("run", "max_tokens", "kept", "reason"),
@@ -379,6 +397,14 @@ def test_case_43_a_stop_inside_an_accepted_run(
     assert told.stop_reason is None  # an EOS, not one of the user's
     world.check_empty()
     assert world.pool.cached_count <= (5 + kept) // 4, "KV is kept past the end"
+
+
+def test_the_verdict_on_more_tokens_than_there_is_room_for() -> None:
+    request = make_request(0, [1], 5, stops=[STOP])
+    judge = TokenFinish().judge
+    assert judge(request, 3, (10, 11, STOP)) == Verdict(2, FinishReason.LENGTH)
+    assert judge(request, 3, (10, STOP, 12)) == Verdict(2, FinishReason.STOP)
+    assert judge(request, 0, (10, 11, 12)) == Verdict(3)
 
 
 def test_a_stop_token_of_the_users_is_named() -> None:

@@ -161,7 +161,7 @@ class HashWorker:
         """The rule of a drafter: k = clamp(draft_limit - n, 0, draft_k); good or bad by skill."""
         known = self.token_ids[row.number]
         count = max(0, min(row.draft_limit - len(known), draft_k))
-        if self.skill < 1.0:
+        if 0.0 < self.skill < 1.0:
             count = self._random.randint(0, count)
         truth = list(alone_from(known, count)) if row.number not in self._script else []
         script = self._script.get(row.number, [])
@@ -234,6 +234,10 @@ class World:
         assert len(proposal.rows) <= settings.max_num_seqs
         if proposal.rows:
             plan = self.conductor.seal(proposal)
+            last = self.plans[-1].rows if self.plans else ()
+            sampled = {row.number for row in last if row.samples}
+            for row in plan.rows:
+                assert not row.drafts or row.number in sampled, "drafts outlived a step"
             self.plans.append(plan)
             result = self.worker.execute(plan)
         for number in cancel_in_flight:

@@ -98,18 +98,15 @@ class Scheduler:
     def propose(self) -> StepProposal:
         """The rows this replica wants to run next; no rows if nothing can run."""
         self._apply_cancellations()
-        preempted_before = self.preemption_count
         decoding, prefilling = self._continue_running()
-        may_admit = self.preemption_count == preempted_before
         left = self.settings.max_num_batched_tokens - len(self._running)
         shares = [1] * len(prefilling)
         chunked = self.settings.enable_chunked_prefill
         if chunked:  # guesses and prompts share what is left
-            hungry = bool(prefilling) or (may_admit and self._has_candidate())
+            hungry = bool(prefilling) or self._has_candidate()
             left -= self._grant_drafts(decoding, left // 2 if hungry else left)
         left = self._extend_prefills(prefilling, shares, left)
-        if may_admit:
-            left = self._admit(prefilling, shares, left)
+        left = self._admit(prefilling, shares, left)
         if not chunked:  # a whole prompt must not wait for guesses
             self._grant_drafts(decoding, left)
         rows = [self._row(sequence, 1) for sequence in decoding]
@@ -164,16 +161,14 @@ class Scheduler:
         return bool(self._waiting) and len(self._running) < self.settings.seat_count
 
     def _grant_drafts(self, decoding: list[Sequence], allowance: int) -> int:
-        """Trims drafts to the allowance and to free blocks, earliest first; returns their count."""
+        """Trims drafts to the allowance, the latest first; returns how many stay."""
         granted = 0
         for sequence in decoding:
-            if not sequence.drafts:
-                continue
-            count = min(len(sequence.drafts), allowance - granted)
-            end = sequence.committed_count
-            count = min(count, sequence.table.reserve_most(end + count) - end)
-            sequence.drafts = sequence.drafts[:count]
-            granted += count
+            if sequence.drafts:
+                sequence.drafts = sequence.drafts[: allowance - granted]
+                granted += len(sequence.drafts)
+                # Their slots were kept when they came; who lost the slots lost the drafts.
+                assert sequence.table.capacity >= sequence.committed_count + len(sequence.drafts)
         return granted
 
     def _extend_prefills(self, prefilling: list[Sequence], shares: list[int], left: int) -> int:
@@ -289,7 +284,6 @@ class Scheduler:
     ) -> None:
         prompt_logprobs = sequence.fresh_prompt_logprobs(row.start, outcome.prompt_logprobs)
         sequence.computed_count = row.start + len(row.tokens)
-        sequence.drafts = ()
         if not row.samples:
             assert outcome.tokens == outcome.drafts == (), "a row that does not sample sampled"
             self._register(sequence)
@@ -365,6 +359,10 @@ class Scheduler:
             assert self.pool.reference_count(block_id) == count, f"block {block_id} leaks"
         for sequence in self._waiting:
             assert not sequence.table.block_ids, "a waiting request holds blocks"
+            assert sequence.computed_count == len(sequence.drafts) == 0
+        for sequence in self._running if self._proposed is None else ():
+            surplus = sequence.table.capacity - sequence.committed_count - len(sequence.drafts)
+            assert surplus < self.pool.block_size, "slots are held that nobody will fill"
         assert len(self._sequences) == len(self._running) + len(self._waiting)
 
 
