@@ -17,7 +17,15 @@ are assertions and are not in this tree. This module knows nothing of any other 
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the known name closest to a misspelt one, or nothing."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class DrumlineError(Exception):

@@ -7,13 +7,12 @@ module knows no tokenizer, no vocabulary and no engine limit: those checks belon
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from drumline.core.errors import RequestError
+from drumline.core.errors import RequestError, nearest_name
 
 SEED_LIMIT = 2**64
 COUNT_LIMIT = 2**31 - 1
@@ -68,7 +67,7 @@ class SamplingParams:
         known = set(cls.names())
         for name in given:
             if name not in known:
-                raise RequestError(unknown_name(name, known), param=name)
+                raise RequestError(f"unknown parameter{nearest_name(name, known)}", param=name)
         given = {name: _from_json(name, value) for name, value in given.items()}
         if base is None:
             return cls(**given)
@@ -78,13 +77,6 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
-
-
-def unknown_name(name: str, known: Iterable[str]) -> str:
-    """The sentence for a name that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown parameter{hint}"
 
 
 def _from_json(name: str, value: Any) -> Any:

@@ -1,1 +1,22 @@
 """One signature per operation; `load_ops` is the one place that chooses a backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drumline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from drumline.ops.base import Ops
+
+
+def load_ops(backend: str, device: str) -> Ops:
+    """The backend of that name on that device. Raises `ConfigError` if there is none."""
+    if backend == "reference":
+        from drumline.ops.reference import ReferenceOps
+
+        return ReferenceOps(device)
+    raise ConfigError("ops_backend", backend, "this release has reference")
+
+
+__all__ = ["load_ops"]

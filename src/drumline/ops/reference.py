@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -144,10 +145,16 @@ class ReferenceOps:
         if dtype not in KV_DTYPES:
             raise ConfigError("kv_cache_dtype", dtype, f"reference ops have {', '.join(KV_DTYPES)}")
         shape = (layers, blocks, kv_heads, block_size, head_dim)
-        return ReferenceKV(
-            torch.zeros(shape, dtype=KV_DTYPES[dtype], device=self.device),
-            torch.zeros(shape, dtype=KV_DTYPES[dtype], device=self.device),
-        )
+        return ReferenceKV(self._zeros(shape, dtype), self._zeros(shape, dtype))
+
+    def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Zeros; on the CPU memory is taken page by page as blocks come into use, which
+        `torch.zeros` would touch at once."""
+        kind = KV_DTYPES[dtype]
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=kind, device=self.device)
+        bits = {4: np.int32, 2: np.int16}[kind.itemsize]
+        return torch.from_numpy(np.zeros(shape, dtype=bits)).view(kind)
 
     # ---- rows ----------------------------------------------------------------------------
 
@@ -314,8 +321,10 @@ def tree_sum_last(x: Tensor) -> Tensor:
     half = 1 << (width - 1).bit_length() >> 1  # largest power of two below width
     while width > 1:
         rest = width - half
-        x = torch.cat((x[..., :rest] + x[..., half:width], x[..., rest:half]), -1) if (
-            rest < half
-        ) else x[..., :half] + x[..., half:]
+        x = (
+            torch.cat((x[..., :rest] + x[..., half:width], x[..., rest:half]), -1)
+            if (rest < half)
+            else x[..., :half] + x[..., half:]
+        )
         width, half = half, half // 2
     return x

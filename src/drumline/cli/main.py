@@ -1,0 +1,85 @@
+"""``drumline``: the verbs. Each lives in a module of its own that is imported when it is typed,
+so that ``--help`` is instant and nothing loads torch before it must.
+
+Exit codes: 0 good, 1 the thing checked does not hold, 2 wrong use, 130 interrupted. Wrong use is
+one line on standard error, without a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from drumline._version import __version__
+from drumline.config.arguments import Parser
+from drumline.core.errors import DrumlineError, UsageError, nearest_name
+
+EXIT_WRONG_USE = 2
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+VERBS = {
+    "generate": "complete prompts and print what comes",
+    "chat": "talk with a model in the terminal",
+    "serve": "OpenAI-compatible server",
+    "bench": "measure: latency, throughput",
+    "fetch": "bring a model into the cache",
+    "tiny": "write a seeded miniature checkpoint, for tests and bug reports",
+    "doctor": "what this machine is, and which backend runs why",
+}
+
+
+def usage() -> str:
+    lines = ["usage: drumline VERB [flags]     drumline VERB --help for a verb's flags", ""]
+    lines += [f"  {verb:<10} {text}" for verb, text in VERBS.items()]
+    lines += ["", "  -h, --help     this page", "  --version      the version"]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else EXIT_WRONG_USE
+    if arguments[0] in ("-V", "--version"):
+        print(f"drumline {__version__}")
+        return 0
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in VERBS:
+        return _wrong(f"unknown verb {verb!r}{nearest_name(verb, VERBS)}")
+    module = importlib.import_module(f"drumline.cli.{verb}")
+    parser = Parser(prog=f"drumline {verb}", description=module.__doc__, add_help=True)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.configure(parser)
+    try:
+        code: int = module.run(parser.parse_args(rest))
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        return _wrong(f"{parser.prog}: error: {error}")
+    except DrumlineError as error:
+        print(f"{parser.prog}: failed: {_line(error)}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left; there is nobody to tell. Python would complain once
+        # more while it closes standard output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _wrong(message: object) -> int:
+    print(_line(message), file=sys.stderr)
+    return EXIT_WRONG_USE
+
+
+def _line(message: object) -> str:
+    return " ".join(str(message).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

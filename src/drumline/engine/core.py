@@ -1,0 +1,267 @@
+"""`EngineCore`: one replica with a loaded model; the synchronous heart of every front end.
+
+Requests go in checked, deltas come out, `step` moves. It joins the rooms and decides nothing that
+they decide. It refuses to know where requests come from: a script, a terminal or a socket.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drumline.config import EngineConfig, ModelFacts, Resolved, read_machine, resolve
+from drumline.core.clock import SystemClock
+from drumline.core.errors import EngineDead, EngineError, Refused
+from drumline.core.plan import Event, StepPlan, StepResult
+from drumline.core.request import FinishReason, Request
+from drumline.engine.facts import EngineFacts, gather_facts, with_template
+from drumline.engine.finish import OutputJudge
+from drumline.engine.outputs import OutputDelta
+from drumline.fleet.replica import Arrivals, Replica
+from drumline.kvcache import BlockPool
+from drumline.lockstep.conductor import SoloConductor
+from drumline.models.checkpoint import Checkpoint, open_checkpoint
+from drumline.models.fetch import resolve_model
+from drumline.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from drumline.scheduler import Scheduler, SchedulerSettings
+from drumline.worker.load import load_worker, warm_up
+from drumline.worker.worker import Worker
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since the engine was loaded. Tokens and seconds of decoding leave out each request's
+    first token and the steps in which nobody decodes."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine holds right now. ``kv_usage``: share of blocks that requests hold."""
+
+    step: int
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+class EngineCore:
+    """Made by `load`. Not thread-safe: one owner submits, cancels and steps."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        worker: Worker,
+        tokenizer: Tokenizer,
+        facts: EngineFacts,
+    ) -> None:
+        self.resolved = resolved
+        self.tokenizer = tokenizer
+        self.facts = facts
+        self.counters = Counters()
+        self.pool = BlockPool(resolved.num_kv_blocks, resolved.block_size)
+        self.scheduler = Scheduler(_settings(resolved), self.pool)
+        self._worker = worker
+        self._judge = OutputJudge()
+        self._arrived: list[Request] = []
+        self._cancelled: list[int] = []
+        self._deltas: list[OutputDelta] = []
+        self._live: dict[int, int] = {}  # number → tokens kept so far
+        self._requests: dict[int, Request] = {}
+        self._decoding = False
+        self._broken: str | None = None
+        self._replica = Replica(
+            scheduler=self.scheduler,
+            conductor=SoloConductor(),
+            executor=self,
+            intake=self,
+            emitter=self,
+            finish=self._judge,
+            clock=SystemClock(),
+        )
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> EngineCore:
+        """Opens the checkpoint, resolves the configuration, loads, warms up.
+
+        Raises `UsageError` for whatever was asked and cannot be had.
+        """
+        began = time.monotonic()
+        path = resolve_model(config.model.model)
+        checkpoint = open_checkpoint(path)
+        resolved = resolve(config, model_facts(checkpoint), read_machine())
+        tokenizer = with_template(checkpoint.tokenizer(), config)
+        worker = load_worker(resolved, checkpoint)
+        token_seconds = warm_up(worker)
+        facts = gather_facts(
+            resolved,
+            path,
+            checkpoint.config.eos_token_ids,
+            checkpoint.config.sampling,
+            token_seconds,
+            time.monotonic() - began,
+        )
+        return cls(resolved, worker, tokenizer, facts)
+
+    # ---- requests ------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._arrived or self._cancelled or self._deltas or self._replica.has_work)
+
+    @property
+    def room(self) -> int:
+        """How many samples `submit` would take now: free seats and free places in the queue."""
+        config = self.resolved.config
+        places = config.server.max_num_queued_reqs + config.scheduler.max_num_seqs
+        return max(0, places - len(self._live))
+
+    @property
+    def draft_lengths(self) -> dict[int, int]:
+        """Draft length → steps with a live row that drafted so many."""
+        return dict(self._replica.draft_length_histogram)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Takes all of them or none. Raises `Refused` if the queue is full, `EngineDead` after a
+        failure."""
+        if self._broken is not None:
+            raise EngineDead(self._broken)
+        if len(requests) > self.room:
+            limit = self.resolved.config.server.max_num_queued_reqs
+            raise Refused(f"the queue is full: max_num_queued_reqs={limit}")
+        for request in requests:
+            self._live[request.number] = 0
+            self._requests[request.number] = request
+            skip = request.params.skip_special_tokens
+            detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=skip)
+            self._judge.start(request, detokenizer, request.params.stop)
+            self.counters.prompt_tokens += len(request.prompt_token_ids)
+        self._arrived += requests
+
+    def cancel(self, number: int) -> None:
+        """The request ends with ``abort`` within two steps; unknown numbers are ignored."""
+        if number in self._live:
+            self._cancelled.append(number)
+
+    def cancel_all(self) -> None:
+        for number in self._live:
+            self.cancel(number)
+
+    def step(self) -> list[OutputDelta]:
+        """One turn of the loop. Raises `EngineError` if it broke; the deltas that end what was in
+        flight are then in `take_deltas`."""
+        with torch.inference_mode():
+            try:
+                stats = self._replica.step()
+            except EngineError as error:
+                self._broken = str(error)
+                raise
+        if stats is not None:
+            self.counters.steps += 1
+            self.counters.preemptions += stats.preemption_count
+            if self._decoding:
+                self.counters.decode_seconds += stats.seconds
+        return self.take_deltas()
+
+    def take_deltas(self) -> list[OutputDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def load_now(self) -> Load:
+        return Load(
+            step=self.counters.steps,
+            running=self.scheduler.running_count,
+            waiting=self.scheduler.waiting_count + len(self._arrived),
+            kv_usage=self.pool.usage,
+        )
+
+    # ---- the replica's seams -------------------------------------------------------------
+
+    def take(self, limit: int) -> Arrivals:
+        arrivals = Arrivals(tuple(self._arrived[:limit]), tuple(self._cancelled))
+        del self._arrived[:limit]
+        waiting = {request.number for request in self._arrived}
+        self._cancelled = [number for number in self._cancelled if number in waiting]
+        return arrivals
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._decoding = any(
+            row.samples and row.start + len(row.tokens) > len(self._prompt(row.number))
+            for row in plan.rows
+        )
+        return self._worker.execute(plan)
+
+    def emit(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._deltas.append(self._delta(event))
+
+    def _prompt(self, number: int) -> tuple[int, ...]:
+        return self._requests[number].prompt_token_ids
+
+    def _delta(self, event: Event) -> OutputDelta:
+        """The event with its text. A request that ends is forgotten here."""
+        number = event.number
+        unjudged = event.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+        text = self._judge.take_rest(number) if unjudged else self._judge.take_text(number)
+        before = self._live[number]
+        count = len(event.tokens)
+        self.counters.completion_tokens += count
+        self.counters.decode_tokens += count if before else max(0, count - 1)
+        self._live[number] = before + count
+        if event.finish_reason is not None:
+            self._judge.forget(number)
+            del self._live[number], self._requests[number]
+        broke = event.finish_reason is FinishReason.ERROR
+        return OutputDelta(
+            number=number,
+            text=text,
+            token_ids=event.tokens,
+            logprobs=event.logprobs,
+            prompt_logprobs=event.prompt_logprobs,
+            finish_reason=event.finish_reason,
+            stop_reason=event.stop_reason,
+            cached_token_count=event.cached_token_count,
+            error=(self._broken or "the engine broke") if broke else None,
+        )
+
+
+def _settings(resolved: Resolved) -> SchedulerSettings:
+    config = resolved.config
+    return SchedulerSettings(
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_waiting=config.server.max_num_queued_reqs + config.scheduler.max_num_seqs,
+        policy="priority" if config.scheduler.scheduling_policy == "priority" else "fcfs",
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+
+
+def model_facts(checkpoint: Checkpoint) -> ModelFacts:
+    """What `resolve` must know of a checkpoint; weights count as the reference ops hold them."""
+    config = checkpoint.config
+    scaling = config.rope_scaling
+    numbers = sum(math.prod(weight.shape) for weight in checkpoint.tensors.values())
+    return ModelFacts(
+        model_type=config.model_type,
+        max_position_embeddings=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rope_type="default" if scaling is None else scaling.kind,
+        rope_factor=1.0 if scaling is None else scaling.factor,
+        original_max_position_embeddings=None if scaling is None else scaling.original_length,
+        weight_bytes=4 * numbers,
+    )

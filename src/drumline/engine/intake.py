@@ -1,0 +1,201 @@
+"""Intake: from what a user wrote to `Request` values, or a refusal that names what is wrong.
+
+Everything that can be refused is refused here, before anything is queued: prompts that do not fit,
+ids outside the vocabulary, parameters the engine does not have. It needs the tokenizer and the
+limits, and refuses to know the scheduler, the model and who is asking.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drumline.core.errors import PromptTooLong, RequestError
+from drumline.core.params import SamplingParams
+from drumline.core.random import derive_seed
+from drumline.core.request import Request
+from drumline.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeLimits:
+    """What a request may ask of this engine. Lengths and counts are in tokens."""
+
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int
+    kv_token_capacity: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Exactly one of ``text``, ``token_ids`` and ``messages``; what a user typed."""
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            name for name in ("text", "token_ids", "messages") if getattr(self, name) is not None
+        ]
+        if len(given) != 1:
+            raise RequestError(
+                f"exactly one of prompt, prompt_token_ids and messages is needed, got "
+                f"{' and '.join(given) or 'none'}",
+                param="prompt",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One user request, ready for the engine: a `Request` per sample."""
+
+    request_id: str
+    prompt: str | None
+    requests: tuple[Request, ...]
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self.requests[0].prompt_token_ids
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.requests[0].params
+
+
+class Intake:
+    """Makes submissions; numbers ascend in order of arrival. Owned by one thread.
+
+    ``seed`` is the engine's (``--seed``): requests without a seed of their own then get one from
+    it and their arrival number. Without it, entropy drawn at start and the request id serve.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: IntakeLimits, seed: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._seed = seed
+        self._entropy = secrets.token_hex(16)
+        self._arrivals = 0
+        self._numbers = 0
+
+    def admit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        exact_max_tokens: bool = False,
+    ) -> Submission:
+        """``exact_max_tokens``: a max_tokens that max_model_len would cut short is refused, as
+        servers do it; else the output ends with ``length`` at max_model_len.
+
+        Raises `RequestError` or `PromptTooLong`; then nothing has changed.
+        """
+        ids = self._token_ids(prompt)
+        self._check_params(params)
+        max_tokens = self._max_tokens(ids, params, exact_max_tokens)
+        stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= frozenset(self.limits.eos_token_ids)
+        bad_words = self._bad_words(params)
+        arrival, self._arrivals = self._arrivals, self._arrivals + 1
+        request_id = request_id or f"req-{arrival}"
+        seed = self._resolve_seed(params, arrival, request_id)
+        requests = tuple(
+            Request(
+                number=self._numbers + sample,
+                prompt_token_ids=ids,
+                params=params,
+                max_tokens=max_tokens,
+                seed=seed,
+                sample_index=sample,
+                stop_token_ids=stops,
+                bad_words=bad_words,
+                priority=priority,
+            )
+            for sample in range(params.n)
+        )
+        self._numbers += params.n
+        return Submission(request_id=request_id, prompt=prompt.text, requests=requests)
+
+    def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if prompt.text is not None:
+            ids = tuple(self.tokenizer.encode(prompt.text))
+        elif prompt.messages is not None:
+            ids = tuple(self.tokenizer.encode_chat(prompt.messages))
+        else:
+            assert prompt.token_ids is not None
+            ids = prompt.token_ids
+            self._check_ids(ids, "prompt_token_ids")
+        if not ids:
+            raise RequestError("the prompt has no tokens", param="prompt")
+        limit = self.limits.max_model_len
+        if len(ids) >= limit:
+            raise PromptTooLong(
+                f"{len(ids)} tokens leave no room for output under max_model_len={limit}",
+                param="prompt",
+            )
+        return ids
+
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(f"{token!r} is not a token id", param=param)
+            if not 0 <= token < self.limits.vocab_size:
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary of {self.limits.vocab_size}",
+                    param=param,
+                )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            count = self.limits.vocab_size if asked == -1 else asked
+            if count is not None and count > self.limits.max_logprobs:
+                raise RequestError(
+                    f"{asked} is more than max_logprobs={self.limits.max_logprobs}", param=name
+                )
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self._check_ids(tuple(params.logit_bias), "logit_bias")
+
+    def _max_tokens(self, ids: tuple[int, ...], params: SamplingParams, exact: bool) -> int:
+        limit = self.limits.max_model_len
+        room = limit - len(ids)
+        if exact and params.max_tokens is not None and params.max_tokens > room:
+            raise PromptTooLong(
+                f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} are more than "
+                f"max_model_len={limit}",
+                param="max_tokens",
+            )
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        longest = len(ids) + max_tokens
+        if longest > self.limits.kv_token_capacity:
+            raise RequestError(
+                f"prompt of {len(ids)} tokens and up to {max_tokens} more can never fit the KV "
+                f"cache of {self.limits.kv_token_capacity} tokens",
+                param="max_tokens",
+            )
+        return max_tokens
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is spelled at the start of a text and after a space (as vLLM does)."""
+        words: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            for spelling in (word.lstrip(), " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(spelling, add_special_tokens=False))
+                if ids and ids not in words:
+                    words.append(ids)
+        return tuple(words)
+
+    def _resolve_seed(self, params: SamplingParams, arrival: int, request_id: str) -> int:
+        if params.seed is not None:
+            return params.seed & (2**64 - 1)
+        if self._seed is not None:
+            return derive_seed("engine seed", self._seed, arrival)
+        return derive_seed("engine entropy", self._entropy, request_id)
