@@ -203,7 +203,7 @@ def test_ten_thousand_steps() -> None:
     print(total)
     # The laws are asserted on the way; here, that the workloads were worth it.
     assert total.steps >= 10_000
-    assert total.preemptions >= 500
+    assert total.preemptions >= 300
     assert total.cancellations >= 200
     assert total.hits >= 1_000
     assert 0 < total.accepted < total.drafted
