@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drumline.core.errors import RequestError
 from drumline.core.params import SamplingParams
 from drumline.core.random import MASK, Purpose, philox, seed_key, uniform_bits
-from drumline.sampling.draw import _bits_needed
+from drumline.sampling.draw import _bits_needed, _from_all
 from drumline.sampling.history import SamplingState, common_prefix
 from drumline.sampling.noise import (
     GUMBEL_MAX,
@@ -26,7 +26,7 @@ from drumline.sampling.noise import (
     uniform_from_bits,
 )
 from drumline.sampling.order import best_ids, rank_of, sorted_ids
-from drumline.sampling.processors import check_vocabulary, edit
+from drumline.sampling.processors import check_vocabulary, edit, truncate
 from drumline.sampling.reduce import log_sum_exp, tree_sum
 from sampling.rows import make_logits, make_row
 
@@ -103,6 +103,27 @@ def test_no_token_is_left_out_that_has_the_noise(noise: float) -> None:
     if needed > 0:
         below = gumbel_from_bits(np.array([int(needed) - 1], dtype=np.uint64))
         assert float(below[0]) < noise
+
+
+def test_tokens_far_below_the_maximum_win_as_often_as_they_should() -> None:
+    """One token at the top, 20,000 that trail by 9 to 10 nats and together outweigh it: the
+    shortcut on the bits against the noise of every token."""
+    scaled = -9 - np.random.default_rng(0).random(20_000)
+    scaled[0] = 0.0
+    winners = []
+    for seed in range(40):
+        bits = token_bits(seed, 0, 0, Purpose.TARGET, 20_000)
+        winners.append(_from_all(scaled, bits))
+        assert winners[-1] == int(np.argmax(scaled + gumbel_from_bits(bits)))
+    assert sum(winner > 0 for winner in winners) > 10
+
+
+@pytest.mark.parametrize(("top_p", "count"), [(0.25, 1), (0.26, 2), (0.5, 2), (0.75, 3), (0.9, 4)])
+def test_top_p_stops_as_soon_as_p_is_reached(top_p: float, count: int) -> None:
+    logits = np.array([-50.0, 2.0, 2.0, 2.0, 2.0], dtype=np.float32)
+    kept = truncate(logits, (logits - 2.0).astype(np.float64), SamplingParams(top_p=top_p))
+    assert kept is not None
+    assert kept.tolist() == list(range(1, 1 + count))
 
 
 @settings(deadline=None)

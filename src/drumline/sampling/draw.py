@@ -29,7 +29,7 @@ from drumline.sampling.noise import (
 Ids = NDArray[np.int64]
 Scaled = NDArray[np.float64]  # [vocab], maximum 0
 
-_FEW = 1 / 32  # of the vocabulary: up to here tokens draw their bits one by one
+_FEW_SHARE, _FEW_MIN = 32, 256  # up to 1/32 of the vocabulary draws its bits one by one
 _MARGIN = 1e-3  # far above any rounding of noise and sums at their size
 _REACH = GUMBEL_MAX - GUMBEL_MIN + _MARGIN  # who trails the maximum by more cannot win
 _NEAR = 3.0  # tokens this close to the maximum set the score to beat
@@ -76,7 +76,7 @@ def draw_tokens(draws: Sequence[Draw]) -> list[int]:
             tokens[place] = _from_all(draw.scaled, draw.bits())
         elif len(ids) == 1:
             tokens[place] = int(ids[0])
-        elif len(ids) > _FEW * len(draw.scaled):
+        elif len(ids) > _few(len(draw.scaled)):
             tokens[place] = _winner(draw.scaled, ids, draw.bits()[ids])[0]
         else:
             few.append((place, ids))
@@ -98,9 +98,13 @@ def _candidates(draw: Draw) -> Ids | None:
     if draw.kept is not None:
         return draw.kept[draw.scaled[draw.kept] >= -_REACH]
     reachable = draw.scaled >= -_REACH
-    if np.count_nonzero(reachable) > _FEW * len(reachable):
+    if np.count_nonzero(reachable) > _few(len(reachable)):
         return None
     return np.flatnonzero(reachable)
+
+
+def _few(vocab: int) -> int:
+    return max(vocab // _FEW_SHARE, _FEW_MIN)
 
 
 def _winner(scaled: Scaled, ids: Ids, bits: Words) -> tuple[int, float]:
