@@ -418,10 +418,10 @@ def test_a_stop_token_of_the_users_is_named() -> None:
 
 def test_a_stop_before_min_tokens_does_not_end() -> None:
     world = world_of()
-    world.worker.script(0, [STOP, STOP, STOP])
+    world.worker.script(0, [STOP, STOP, STOP, STOP])
     world.add(make_request(0, [1], 8, stops=[STOP], params=SamplingParams(min_tokens=3)))
     world.run()
-    assert world.told[0].tokens == [STOP] * 3
+    assert world.told[0].tokens == [STOP] * 4
 
 
 @pytest.mark.parametrize("k", [0, 3])

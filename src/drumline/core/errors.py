@@ -3,7 +3,7 @@
     DrumlineError
     ├── UsageError                 what was asked cannot be done; the command line exits with 2
     │   ├── ConfigError            a flag, key, environment variable or combination
-    │   ├── CheckpointError        a model folder or file: missing, truncated, wrong shape, unknown type
+    │   ├── CheckpointError        a model folder or file: missing, truncated, wrong shape
     │   └── RequestError           one request: prompt, sampling parameter, limit
     │       └── PromptTooLong
     ├── Refused                    a limit holds: a queue is full or the engine is closing (HTTP 503)

@@ -89,6 +89,7 @@ class RowResult:
     logprobs: tuple[PositionLogprobs, ...] = ()
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     drafts: tuple[int, ...] = ()
+    error: str | None = None  # this request cannot go on; its neighbours can
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +111,4 @@ class Event:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cached_token_count: int = 0  # prompt tokens that came from the prefix cache
+    error: str | None = None

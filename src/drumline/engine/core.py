@@ -71,7 +71,7 @@ class EngineCore:
         self.counters = Counters()
         self.pool = BlockPool(resolved.num_kv_blocks, resolved.block_size)
         self.scheduler = Scheduler(_settings(resolved), self.pool)
-        self._worker = worker
+        self.worker = worker
         self._judge = OutputJudge()
         self._arrived: list[Request] = []
         self._cancelled: list[int] = []
@@ -199,7 +199,7 @@ class EngineCore:
             row.samples and row.start + len(row.tokens) > len(self._prompt(row.number))
             for row in plan.rows
         )
-        return self._worker.execute(plan)
+        return self.worker.execute(plan)
 
     def emit(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -231,7 +231,7 @@ class EngineCore:
             finish_reason=event.finish_reason,
             stop_reason=event.stop_reason,
             cached_token_count=event.cached_token_count,
-            error=(self._broken or "the engine broke") if broke else None,
+            error=(event.error or self._broken or "the engine broke") if broke else None,
         )
 
 

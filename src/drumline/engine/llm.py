@@ -90,7 +90,7 @@ class LLM:
         of ``prompt``, ``prompt_token_ids`` and ``messages``; one `SamplingParams` for all, or one
         each. Raises `RequestError` before anything runs. Ctrl-C aborts what runs, then raises.
         """
-        submissions = self._submissions(_as_list(prompts), sampling_params, priority)
+        submissions = self.submissions(_as_list(prompts), sampling_params, priority)
         records = [RequestRecord.of(submission) for submission in submissions]
         interrupt = Interrupt()
         for index, delta in self.run(submissions, interrupt):
@@ -154,12 +154,13 @@ class LLM:
         while self.core.has_work:
             self.core.step()
 
-    def _submissions(
+    def submissions(
         self,
         prompts: Sequence[PromptLike],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[Submission]:
+        """Intake for `run`: all prompts checked, none queued."""
         if params is None:
             params = self.default_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)

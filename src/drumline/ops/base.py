@@ -30,11 +30,11 @@ class PagedBatch:
 
         token      0   1   2   3   4
         sequence   a   a   a   b   c          query_start = (0, 3, 4, 5)
-        position   7   8   9   0   30         slots: block_id * block_size + offset; -1 writes nothing
+        position   7   8   9   0   30         slots: block_id * block_size + offset
     """
 
     positions: Tensor  # [tokens] int64
-    slots: Tensor  # [tokens] int64
+    slots: Tensor  # [tokens] int64; -1 writes nothing
     query_start: tuple[int, ...]  # [sequences + 1], the first is 0, the last is the token count
     block_tables: tuple[tuple[int, ...], ...]  # per sequence, enough blocks for its last position
 

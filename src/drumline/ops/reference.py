@@ -291,7 +291,11 @@ class ReferenceOps:
         block_size: int,
     ) -> TileGroup:
         t, m = len(tiles), tiles[0][0]
-        source, live, target, blocks, reach = [], [], [], [], []
+        source: list[int] = []
+        live: list[int] = []
+        target: list[int] = []
+        blocks: list[int] = []
+        reach: list[int] = []
         for index, (count, first, width, table) in enumerate(tiles):
             for slot in range(QUERY_TILE):
                 used = slot < width

@@ -15,7 +15,7 @@ class TokenFinish:
         assert room > 0, f"request {request.number} went on past its limit"
         stops = request.stop_token_ids
         for index, token in enumerate(tokens[:room]):
-            if token in stops and output_count + index + 1 >= request.params.min_tokens:
+            if token in stops and output_count + index + 1 > request.params.min_tokens:
                 asked = token in request.params.stop_token_ids
                 return Verdict(index + 1, FinishReason.STOP, token if asked else None)
         if len(tokens) >= room:

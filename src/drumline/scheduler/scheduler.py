@@ -17,6 +17,7 @@ Knows neither tensors nor text nor time; the cache is block ids, a model is what
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import replace
 from operator import attrgetter
 
 from drumline.core.errors import Refused
@@ -284,6 +285,9 @@ class Scheduler:
     ) -> None:
         prompt_logprobs = sequence.fresh_prompt_logprobs(row.start, outcome.prompt_logprobs)
         sequence.computed_count = row.start + len(row.tokens)
+        if outcome.error is not None:
+            self._end(sequence, Verdict(0, FinishReason.ERROR), error=outcome.error)
+            return
         if not row.samples:
             assert outcome.tokens == outcome.drafts == (), "a row that does not sample sampled"
             self._register(sequence)
@@ -337,9 +341,11 @@ class Scheduler:
         kept: tuple[int, ...] = (),
         logprobs: tuple[PositionLogprobs, ...] = (),
         prompt_logprobs: tuple[PositionLogprobs, ...] = (),
+        error: str | None = None,
     ) -> None:
         """Tells the end and forgets the request; its full blocks may stay findable."""
-        self._events.append(sequence.event(verdict, kept, logprobs, prompt_logprobs))
+        event = sequence.event(verdict, kept, logprobs, prompt_logprobs)
+        self._events.append(event if error is None else replace(event, error=error))
         del self._sequences[sequence.number]
         if not _discard(self._running, sequence):
             found = _discard(self._waiting, sequence)

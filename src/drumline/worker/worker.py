@@ -57,7 +57,7 @@ class Worker:
         prompts = self._prompt_logprobs(plan.rows, hidden)
         sampled = self._sample(plan.rows, hidden)
         rows = tuple(
-            self._result(row, sampled.get(row.number, []), prompts.get(row.number, ()))
+            self._result(row, sampled.get(row.number), prompts.get(row.number, ()))
             for row in plan.rows
         )
         return StepResult(step=plan.step, rows=rows)
@@ -92,17 +92,30 @@ class Worker:
             return {}
         index = torch.tensor(picked, device=hidden.device)
         logits = self.model.compute_logits(hidden.index_select(0, index))  # [picked, vocab]
+        finite = torch.isfinite(logits.amax(dim=1)).tolist()
+        if not all(finite):
+            good = _before_first_bad(windows, finite)
+            logits, windows = logits[good], [windows[at] for at in good]
         sampled: dict[int, list[SampledToken]] = {}
         for window, token in zip(windows, self.sampler.sample(logits, windows), strict=True):
             sampled.setdefault(window.request.number, []).append(token)
         return sampled
 
     def _result(
-        self, row: Row, sampled: list[SampledToken], prompt: tuple[PositionLogprobs, ...]
+        self, row: Row, sampled: list[SampledToken] | None, prompt: tuple[PositionLogprobs, ...]
     ) -> RowResult:
         """Match acceptance: the target's tokens, up to and including the first that differs from
-        its draft."""
-        kept = sampled[: _accepted(row.drafts, sampled) + 1] if sampled else []
+        its draft. A position without finite logits ends the window, or the request."""
+        if not row.samples:
+            return RowResult(number=row.number, tokens=(), prompt_logprobs=prompt)
+        if not sampled:
+            position = row.start + len(row.tokens)
+            return RowResult(
+                number=row.number,
+                tokens=(),
+                error=f"the model's logits for position {position} are not finite numbers",
+            )
+        kept = sampled[: _accepted(row.drafts, sampled) + 1]
         return RowResult(
             number=row.number,
             tokens=tuple(token.token_id for token in kept),
@@ -139,6 +152,18 @@ class Worker:
 def _accepted(drafts: tuple[int, ...], sampled: list[SampledToken]) -> int:
     """How many leading drafts are what the target drew itself."""
     count = 0
-    while count < len(drafts) and sampled[count].token_id == drafts[count]:
+    while count < min(len(drafts), len(sampled) - 1) and sampled[count].token_id == drafts[count]:
         count += 1
     return count
+
+
+def _before_first_bad(windows: list[SamplingRow], finite: list[bool]) -> list[int]:
+    """Indices of windows that come before their request's first one without finite logits."""
+    bad: set[int] = set()
+    good = []
+    for at, window in enumerate(windows):
+        if not finite[at]:
+            bad.add(window.request.number)
+        elif window.request.number not in bad:
+            good.append(at)
+    return good
