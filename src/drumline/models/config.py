@@ -105,15 +105,12 @@ class ArchitectureConfig:
             raise CheckpointError(
                 path, "dynamic rope scaling needs a rotary dimension of at least 4"
             )
-        for name in ("bos_token_id", "pad_token_id"):
-            token = getattr(self, name)
-            if token is not None and not 0 <= token < self.vocab_size:
-                raise CheckpointError(path, f"{name} {token} is outside 0..{self.vocab_size - 1}")
+        last = self.vocab_size - 1
+        if self.bos_token_id is not None and not 0 <= self.bos_token_id <= last:
+            raise CheckpointError(path, f"bos_token_id {self.bos_token_id} is outside 0..{last}")
         for token in self.eos_token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise CheckpointError(
-                    path, f"eos token {token} is outside 0..{self.vocab_size - 1}"
-                )
+            if not 0 <= token <= last:
+                raise CheckpointError(path, f"eos_token_id {token} is outside 0..{last}")
         return self
 
     @property

@@ -75,17 +75,17 @@ def resolve_model(name: str | Path, notify: Notify = _silent) -> Path:
 
     What exists locally wins over aliases and hub names. CheckpointError says what was tried.
     """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
     text = str(name)
+    path = Path(name).expanduser()
+    if text and path.exists():
+        return path
     if text in ALIASES:
         return fetch_smollm2(notify)
     looks_local = text.startswith((".", "/", "~")) or text.endswith(".gguf")
     if looks_local or not _HUB_NAME.fullmatch(text):
         known = ", ".join(ALIASES)
         problem = f"no such file or folder, no alias ({known}) and no hub name (org/name)"
-        raise CheckpointError(text, "no such file or folder" if looks_local else problem)
+        raise CheckpointError(text or "''", "no such file or folder" if looks_local else problem)
     return fetch_hub(text, notify)
 
 

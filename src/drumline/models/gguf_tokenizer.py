@@ -24,13 +24,13 @@ _LLAMA3 = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2 = (
+QWEN2_SPLIT = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def _split(*expressions: str) -> pre_tokenizers.PreTokenizer:
+def split_pre_tokenizer(*expressions: str) -> pre_tokenizers.PreTokenizer:
     """Cuts at each expression in turn, then spells the pieces as bytes."""
     steps = [pre_tokenizers.Split(Regex(e), behavior="isolated") for e in expressions]
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -48,17 +48,17 @@ def _smollm() -> pre_tokenizers.PreTokenizer:
 
 
 _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "default": lambda: _split(
+    "default": lambda: split_pre_tokenizer(
         r"[\p{P}\$\+<=>\^~\|]+",
         _GPT2,
         r"\p{N}+",
         r"[0-9][0-9][0-9]",
     ),
-    "gpt-2": lambda: _split(_GPT2),
+    "gpt-2": lambda: split_pre_tokenizer(_GPT2),
     "smollm": _smollm,
-    "llama-bpe": lambda: _split(_LLAMA3),
-    "llama3": lambda: _split(_LLAMA3),
-    "qwen2": lambda: _split(_QWEN2),
+    "llama-bpe": lambda: split_pre_tokenizer(_LLAMA3),
+    "llama3": lambda: split_pre_tokenizer(_LLAMA3),
+    "qwen2": lambda: split_pre_tokenizer(QWEN2_SPLIT),
 }
 _WHOLE_WORDS = ("llama-bpe", "llama3")  # a piece that is a token needs no merges; BOS by default
 

@@ -73,9 +73,9 @@ def _load_file(path: Path) -> dict[str, WeightTensor]:
             for name in file.keys():  # noqa: SIM118, it is no mapping
                 data = file.get_tensor(name)
                 if data.dtype not in _KINDS:
+                    stored = str(data.dtype).removeprefix("torch.")
                     raise CheckpointError(
-                        path,
-                        f"tensor {name} is stored as {data.dtype}, supported are F32, F16, BF16",
+                        path, f"tensor {name} is stored as {stored}, supported are F32, F16, BF16"
                     )
                 tensors[name] = WeightTensor(name, tuple(data.shape), _KINDS[data.dtype], data)
     except (SafetensorError, OSError, ValueError, KeyError) as error:

@@ -16,11 +16,12 @@ import numpy as np
 import tokenizers
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 
 from drumline.core.errors import CheckpointError, ConfigError
 from drumline.models.config import ArchitectureConfig
+from drumline.models.gguf_tokenizer import QWEN2_SPLIT, split_pre_tokenizer
 from drumline.models.hub_config import read_hub_config
 from drumline.models.layers import FINAL_NORM
 from drumline.models.registry import CAUSAL_LM, model_module
@@ -240,11 +241,15 @@ def _vocabulary(size: int) -> tuple[list[str], list[tuple[str, str]]]:
 def _write_tokenizer(folder: Path, arch: str, vocab: int, length: int) -> None:
     tokens, merges = _vocabulary(vocab)
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token=SPECIALS[UNK])
-    )
+    qwen = arch in ("qwen2", "qwen3")
+    unk = None if qwen else SPECIALS[UNK]  # their families drop what they cannot spell
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unk))
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIALS])
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if qwen:
+        backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = split_pre_tokenizer(QWEN2_SPLIT)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     with_bos = arch in ("llama", "mistral")  # as their families do
     frame(backend, SPECIALS[BOS] if with_bos else None, None)
