@@ -39,6 +39,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     priority: int = 0  # lower runs earlier, under the priority policy
+    num_speculative_tokens: int | None = None  # most drafts per step; None: as configured, 0: off
 
     @property
     def length_max(self) -> int:

@@ -26,7 +26,7 @@ class PagedBatch:
     """Where the tokens of one flat batch sit in their sequences and in the KV cache.
 
     Tokens of one sequence are adjacent and ascending in position. A token attends to the keys
-    of its own sequence at positions ``0..position``, all read back from the cache.
+    of its own sequence at positions ``first_key..position``, all read back from the cache.
 
         token      0   1   2   3   4
         sequence   a   a   a   b   c          query_start = (0, 3, 4, 5)
@@ -37,6 +37,7 @@ class PagedBatch:
     slots: Tensor  # [tokens] int64; -1 writes nothing
     query_start: tuple[int, ...]  # [sequences + 1], the first is 0, the last is the token count
     block_tables: tuple[tuple[int, ...], ...]  # per sequence, enough blocks for its last position
+    first_key: int = 0  # keys before this position do not exist (1 for EAGLE-like drafters)
 
     @property
     def token_count(self) -> int:

@@ -211,6 +211,7 @@ class ReferenceOps:
             slots=batch.slots,
             query_start=batch.query_start,
             block_tables=batch.block_tables,
+            first_key=batch.first_key,
             write_rows=None if every else written,
             write_blocks=slots // block_size,
             write_offsets=slots % block_size,
@@ -280,7 +281,9 @@ class ReferenceOps:
         groups, start = [], 0
         while start < len(tiles):
             count = max(1, ITEMS_MAX // tiles[start][0])
-            groups.append(self._group(tiles[start : start + count], positions, block_size))
+            groups.append(
+                self._group(tiles[start : start + count], positions, block_size, batch.first_key)
+            )
             start += count
         return groups
 
@@ -289,6 +292,7 @@ class ReferenceOps:
         tiles: Sequence[tuple[int, int, int, tuple[int, ...]]],
         positions: list[int],
         block_size: int,
+        first_key: int,
     ) -> TileGroup:
         t, m = len(tiles), tiles[0][0]
         source: list[int] = []
@@ -314,7 +318,8 @@ class ReferenceOps:
             live=torch.tensor(live, device=device),
             target=torch.tensor(target, device=device),
             block_ids=torch.tensor(blocks, device=device),
-            hidden=key_at > query_at,
+            # An empty query slot sees key 0 whatever first_key says: a softmax needs one.
+            hidden=(key_at > query_at) | ((key_at < first_key) & (query_at >= first_key)),
         )
 
 

@@ -42,9 +42,8 @@ class WeightTensor:
         else:
             dtype = torch.uint8
             stored = (math.prod(self.shape[:-1]), bytes_per_row(self.kind, self.shape[-1]))
-        assert self.data.dtype == dtype and tuple(self.data.shape) == stored, (
-            f"{self.name}: {self.kind} {self.shape} in {self.data.dtype} {tuple(self.data.shape)}"
-        )
+        given = (self.data.dtype, tuple(self.data.shape))
+        assert given == (dtype, stored), f"{self.name}: {self.kind} {self.shape} in {given}"
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,44 @@
+"""What the deciding rooms must know of the computing ones; made when a drafter is loaded.
+
+Three questions about a drafter are kept apart here, because confusing them is how ranks come to
+wait for each other: does it run a model forward, has it state that must see every committed token,
+and how many passes does a draft length cost. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterTraits:
+    """``positions_max``: positions the drafter can take, None if it has no limit of its own.
+
+    ``runs_forward``: EAGLE, MTP, draft model, DFlash, hidden-state extraction do; n-gram and
+    suffix do not. ``stateful``: it keeps keys and values (or the like), which must follow every
+    committed token, also at K = 0. ``needs_taps``: its state is made from the target's hidden
+    states. ``in_one_pass``: all drafts come from one pass (block and parallel drafters).
+    ``queries_ahead``: positions queried beyond the last draft (1 for block drafters).
+    ``groups``: kinds of groups its collectives span, by drafter and mesh; none on one rank.
+    """
+
+    method: str
+    runs_forward: bool = False
+    stateful: bool = False
+    needs_taps: bool = False
+    in_one_pass: bool = False
+    queries_ahead: int = 0
+    positions_max: int | None = None
+    groups: tuple[str, ...] = ()
+
+    def passes(self, k: int) -> int:
+        """Draft passes in a step of draft length ``k``; a stateful drafter always makes one."""
+        if not self.runs_forward:
+            return 0
+        wanted = min(k, 1) if self.in_one_pass else k
+        return max(wanted, 1) if self.stateful else wanted
+
+    @property
+    def drafter_range(self) -> int | None:
+        """``positions_max`` as the scheduler takes it: shortened by what is queried ahead."""
+        return None if self.positions_max is None else self.positions_max - self.queries_ahead
