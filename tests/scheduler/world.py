@@ -158,9 +158,9 @@ class HashWorker:
         )
 
     def _draft(self, row: Row, draft_k: int) -> tuple[int, ...]:
-        """The rule of a drafter: k = clamp(draft_limit - n, 0, draft_k); good or bad by skill."""
+        """A drafter's rule: k = clamp(draft_limit - n, 0, min(draft_k, draft_max)); by skill."""
         known = self.token_ids[row.number]
-        count = max(0, min(row.draft_limit - len(known), draft_k))
+        count = max(0, min(row.draft_limit - len(known), draft_k, row.draft_max))
         if 0.0 < self.skill < 1.0:
             count = self._random.randint(0, count)
         truth = list(alone_from(known, count)) if row.number not in self._script else []

@@ -25,6 +25,9 @@ class Row:
     ``tokens`` are committed ids at positions ``start``.., ``drafts`` guesses for the positions
     after them. ``samples`` says that ``tokens`` reach the end of what is committed, so that the
     step yields new tokens. ``draft_limit``: the first position that may not hold a draft.
+    ``draft_max``: the most drafts this row may get next, whatever the step's draft length; with n
+    committed tokens after this step a drafter proposes
+    clamp(draft_limit - n, 0, min(draft_k, draft_max)).
     """
 
     number: int
@@ -34,6 +37,7 @@ class Row:
     samples: bool
     drafts: tuple[int, ...] = ()
     draft_limit: int = 0
+    draft_max: int = 0
 
     @property
     def width(self) -> int:

@@ -235,26 +235,34 @@ class Scheduler:
         end = start + count
         samples = end == sequence.committed_count
         drafts = sequence.drafts if samples else ()
+        draft_max = self._draft_max(sequence) if samples else 0
+        draft_limit = self._draft_limit(sequence, end + len(drafts), draft_max)
         return Row(
             number=sequence.number,
             start=start,
             tokens=tuple(sequence.token_ids[start:end]),
-            draft_limit=self._draft_limit(sequence, end + len(drafts)) if samples else 0,
+            draft_limit=draft_limit,
+            draft_max=draft_max,
             block_ids=sequence.table.block_ids,
             samples=samples,
             drafts=drafts,
         )
 
-    def _draft_limit(self, sequence: Sequence, end: int) -> int:
+    def _draft_max(self, sequence: Sequence) -> int:
+        """The request's own draft length, at most the configured one."""
+        configured = self.settings.num_speculative_tokens
+        asked = sequence.request.num_speculative_tokens
+        return configured if asked is None else min(asked, configured)
+
+    def _draft_limit(self, sequence: Sequence, end: int, draft_max: int) -> int:
         """The first position that may hold no draft; slots ahead are taken only if nobody lacks."""
-        wish = self.settings.num_speculative_tokens
-        if not wish:
+        if not draft_max:
             return 0
         limit = sequence.request.length_max
         if self.settings.drafter_range is not None:
             limit = min(limit, self.settings.drafter_range)
         # All drafts kept and one token more, then the next drafts, then the limit itself.
-        limit = min(limit, sequence.table.reserve_most(min(limit, end + 1 + wish + 1)))
+        limit = min(limit, sequence.table.reserve_most(min(limit, end + 1 + draft_max + 1)))
         return max(0, limit - 1)
 
     # ---- commit ------------------------------------------------------------------------------
@@ -310,7 +318,7 @@ class Scheduler:
         if verdict.reason is not None:
             self._end(sequence, verdict, kept, logprobs, prompt_logprobs)
             return
-        sequence.take_drafts(outcome.drafts, draft_k, row.draft_limit)
+        sequence.take_drafts(outcome.drafts, min(draft_k, row.draft_max), row.draft_limit)
         sequence.table.truncate(sequence.committed_count + len(sequence.drafts))
         self._events.append(sequence.event(verdict, kept, logprobs, prompt_logprobs))
 

@@ -64,10 +64,10 @@ class Sequence:
         """Committed tokens whose values are not in the cache; 1 while decoding."""
         return len(self.token_ids) - self.computed_count
 
-    def take_drafts(self, drafts: tuple[int, ...], draft_k: int, draft_limit: int) -> None:
+    def take_drafts(self, drafts: tuple[int, ...], count_max: int, draft_limit: int) -> None:
         """Guesses for the next executed step, and for no later one."""
         if drafts:
-            assert len(drafts) <= draft_k, "more drafts than the plan asked for"
+            assert len(drafts) <= count_max, "more drafts than plan and row asked for"
             end = self.committed_count + len(drafts)
             assert end <= draft_limit, "a draft stands at or past its row's limit"
         self.drafts = drafts
