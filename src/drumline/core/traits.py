@@ -19,6 +19,8 @@ class DrafterTraits:
     committed token, also at K = 0. ``needs_taps``: its state is made from the target's hidden
     states. ``in_one_pass``: all drafts come from one pass (block and parallel drafters).
     ``queries_ahead``: positions queried beyond the last draft (1 for block drafters).
+    ``catch_up``: tokens its first pass may take beyond a row's target tokens (1 for a draft
+    model, which reads the new token too when it meets a sequence).
     ``groups``: kinds of groups its collectives span, by drafter and mesh; none on one rank.
     """
 
@@ -28,6 +30,7 @@ class DrafterTraits:
     needs_taps: bool = False
     in_one_pass: bool = False
     queries_ahead: int = 0
+    catch_up: int = 0
     positions_max: int | None = None
     groups: tuple[str, ...] = ()
 
@@ -37,6 +40,20 @@ class DrafterTraits:
             return 0
         wanted = min(k, 1) if self.in_one_pass else k
         return max(wanted, 1) if self.stateful else wanted
+
+    def pass_bound(self, index: int, width: int, samples: bool, k: int) -> int:
+        """Most tokens that pass ``index`` takes of one row, known before acceptance.
+
+        ``width``: the row's target tokens, drafts included. ``samples``: it finishes its prefill
+        or decodes. ``k``: the step's draft length. The first pass of a stateful drafter takes
+        what the target took; later passes take one token of each row that samples.
+        """
+        bound = width + self.catch_up if self.stateful and index == 0 else 0
+        if not samples or (k == 0 and self.stateful):
+            return bound
+        if self.in_one_pass:
+            return bound + k + self.queries_ahead if self.stateful else 1
+        return bound if bound else 1
 
     @property
     def drafter_range(self) -> int | None:

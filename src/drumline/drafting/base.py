@@ -15,17 +15,25 @@ A row that finished nothing (prefill goes on) has no new token: its n - 1 is the
 the last computed one, and its ``k`` is 0. In both cases the pair (hidden at p, token at p + 1) is
 there for every computed p: that is what EAGLE-like drafters learn from, and they keep the entry
 made of it at slot p + 1 of the target's own block ids.
+
+The target also computed ``width - count`` rejected drafts, whose hidden rows follow at
+``offset + count``. A padded drafter batch feeds them too, masked (slot -1); with
+``disable_padded_drafter_batch`` only what was committed is fed. Sizes in the ledger are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from drumline.core.request import Request
 from drumline.core.traits import DrafterTraits
-from drumline.models.layers import ModelOutput
+from drumline.models.checkpoint import Checkpoint
+from drumline.models.layers import KVSpec, ModelOutput
+from drumline.ops.base import KVCache, Linear, Ops, PagedBatch
 from drumline.sampling.history import SamplingRow
 
 
@@ -34,6 +42,8 @@ class DraftRow:
     """One sequence of the step as a drafter sees it.
 
     ``committed`` holds all committed ids up to and with position n - 1 (only read during a call).
+    ``count`` of the row's ``width`` target tokens are committed; the others were rejected drafts.
+    ``samples`` says that the step brought a new token (else prefill goes on).
     ``block_ids`` may end before slot n - 1 when blocks are short: what has no slot is not written
     (``k`` is 0 then, and respects the slots of drafts). ``fresh`` says that the row's
     ``start`` came from the prefix cache, or is 0: the drafter sees the sequence for the first time.
@@ -47,6 +57,12 @@ class DraftRow:
     block_ids: tuple[int, ...]
     k: int
     fresh: bool = False
+    width: int = 0
+    samples: bool = True
+
+    @property
+    def number(self) -> int:
+        return self.request.number
 
     @property
     def length(self) -> int:
@@ -60,9 +76,55 @@ class DraftRow:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Per row of the call, in its order: at most ``k`` target token ids each."""
+    """Per row of the call, in its order: at most ``k`` target token ids each.
+
+    ``distributions`` holds, for probabilistic drafts, per row one float32 tensor
+    ``[drafts, vocab]`` over the target's vocabulary, from which the drafts were drawn; None for a
+    row whose drafts are point masses. Empty: all are point masses.
+    """
 
     drafts: tuple[tuple[int, ...], ...]
+    distributions: tuple[Tensor | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A ledger entry: pass ``index`` of ``phase``, padded to ``size`` tokens."""
+
+    phase: str
+    index: int
+    size: int
+
+
+@dataclass(slots=True)
+class PassLedger:
+    """What one rank's drafter issues, beside what the step's script says it must.
+
+    The worker begins a step with the script's sizes; a drafter issues each of its passes, in
+    order, just before it runs. With no live row it issues the same ones.
+    """
+
+    sizes: tuple[int, ...] = ()
+    passes: list[Pass] = field(default_factory=list)  # of this step
+
+    def begin(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.passes = []
+
+    def issue(self, tokens: int) -> int:
+        """Notes the next draft pass with ``tokens`` live tokens; returns its padded size."""
+        index = len(self.passes)
+        assert index < len(self.sizes), f"draft pass {index} is not in the script"
+        size = self.sizes[index]
+        assert tokens <= size, f"draft pass {index} takes {tokens} tokens, the script says {size}"
+        self.passes.append(Pass("draft", index, size))
+        return size
+
+    def end(self) -> None:
+        """Asserts that what was issued is what the script said."""
+        assert len(self.passes) == len(self.sizes), (
+            f"{len(self.passes)} draft passes issued, the script says {len(self.sizes)}"
+        )
 
 
 class Drafter(Protocol):
@@ -90,3 +152,81 @@ class Drafter(Protocol):
     def close(self) -> None:
         """Releases what outlives a step, as files."""
         ...
+
+
+# ---------------------------------------------------------------- what a drafter is made from
+
+
+class TargetModel(Protocol):
+    """Weights and a forward pass; no state of any sequence. Every architecture has this form."""
+
+    embedding: Linear
+    head: Linear
+    final_norm: Tensor
+
+    @property
+    def kv_spec(self) -> KVSpec: ...
+
+    def forward(
+        self, ids: Tensor, batch: PagedBatch, cache: KVCache, taps: tuple[int, ...] = ()
+    ) -> ModelOutput:
+        """``[tokens]`` int64 → hidden states before the final norm ``[tokens, hidden]``."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden]`` → ``[rows, vocab]``."""
+        ...
+
+
+class SpeculativeSettings(Protocol):
+    """The resolved speculative config as drafters read it; keys and meanings are vLLM's."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def num_speculative_tokens(self) -> int: ...
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def disable_padded_drafter_batch(self) -> bool: ...
+    @property
+    def draft_sample_method(self) -> str: ...
+    @property
+    def rejection_sample_method(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """Everything a drafter may be made from; `registry.load_drafter` hands it to a method.
+
+    ``speculative`` is the resolved speculative config (`SpeculativeSettings` and the method's own
+    keys). ``checkpoint`` is the target's: config, tensors, path and tokenizer. Positions stay below
+    ``max_model_len``. A drafter's cache has ``num_kv_blocks`` blocks of ``block_size`` tokens, like
+    the target's, because it is addressed by the same block ids. ``make_draft_sampler(sharpening)``
+    gives the `sampling.draft.DraftSampler` for the configured ``draft_sample_method``.
+    """
+
+    speculative: Any
+    checkpoint: Checkpoint
+    target: TargetModel
+    ops: Ops
+    max_model_len: int
+    num_kv_blocks: int
+    block_size: int
+    kv_cache_dtype: str
+    ledger: PassLedger
+    make_draft_sampler: Callable[[float], Any]
+
+
+class DrafterModule(Protocol):
+    """What a module of `registry.MODULES` offers.
+
+    ``facts`` runs before the cache is sized and reads no weights: KV layers, heads and size per
+    head, positions, default draft length and weight bytes, by the names of config's
+    `DrafterFacts`; a host drafter has an empty mapping. Both raise `UsageError` for what is
+    missing or does not fit.
+    """
+
+    def facts(self, speculative: Any, checkpoint: Checkpoint) -> Mapping[str, Any]: ...
+
+    def load(self, context: DrafterContext) -> Drafter: ...

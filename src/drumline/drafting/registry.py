@@ -1,0 +1,31 @@
+"""Which module drafts by which method. Explicit, imported on demand."""
+
+from __future__ import annotations
+
+import importlib
+from typing import cast
+
+from drumline.drafting.base import Drafter, DrafterContext, DrafterModule
+
+MODULES: dict[str, str] = {
+    "ngram": "drumline.drafting.ngram",
+    "suffix": "drumline.drafting.suffix",
+    "custom_class": "drumline.drafting.custom",
+    "draft_model": "drumline.drafting.draft_model",
+    "eagle": "drumline.drafting.eagle",
+    "eagle3": "drumline.drafting.eagle3",
+    "mtp": "drumline.drafting.mtp",
+    "dflash": "drumline.drafting.dflash",
+    "medusa": "drumline.drafting.medusa",
+    "extract_hidden_states": "drumline.drafting.extract",
+}
+
+
+def drafter_module(method: str) -> DrafterModule:
+    """The module with `facts` and `load` for a known method (else KeyError)."""
+    return cast(DrafterModule, importlib.import_module(MODULES[method]))
+
+
+def load_drafter(context: DrafterContext) -> Drafter:
+    """The drafter that ``context.speculative.method`` names."""
+    return drafter_module(context.speculative.method).load(context)
