@@ -72,8 +72,7 @@ class Layer:
         """``[tokens, hidden]`` residual stream → the same, after this block."""
         ops = self.ops
         x = ops.add(x, self.attend(ops.rms_norm(x, self.input_norm, self.eps), batch, cache, rope))
-        gate_up = ops.linear(ops.rms_norm(x, self.post_norm, self.eps), self.gate_up)
-        return ops.add(x, ops.linear(ops.silu_and_mul(gate_up), self.down))
+        return ops.add(x, self.feed_forward(ops.rms_norm(x, self.post_norm, self.eps)))
 
     def attend(self, x: Tensor, batch: PagedBatch, cache: KVCache, rope: RopeTable) -> Tensor:
         ops, tokens = self.ops, x.shape[0]
@@ -85,6 +84,9 @@ class Layer:
         q, k = ops.rope(q, batch.positions, rope), ops.rope(k, batch.positions, rope)
         v = v.reshape(tokens, self.kv_heads, self.head_dim)
         return ops.linear(ops.attention(q, k, v, cache, self.index, batch, self.scale), self.o)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.ops.linear(self.ops.silu_and_mul(self.ops.linear(x, self.gate_up)), self.down)
 
 
 class Model:
