@@ -10,7 +10,7 @@ from drumline.core.errors import ConfigError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", required=True, help="llama, mistral, qwen2 or qwen3")
+    parser.add_argument("--arch", required=True, help="llama, mistral, qwen2, qwen3 or qwen3_moe")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     for name, default, text in (
@@ -28,6 +28,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument(
         "--head-dim", type=int, metavar="N", help="channels per head (default: hidden / heads)"
+    )
+    parser.add_argument("--experts", type=int, metavar="N", help="qwen3_moe: experts (default: 4)")
+    parser.add_argument(
+        "--experts-per-token",
+        type=int,
+        metavar="N",
+        help="qwen3_moe: experts that a token uses (default: 2)",
     )
     parser.add_argument(
         "--rope-scaling",
@@ -58,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         rope_scaling=_scaling(args.rope_scaling),
         dtype=args.dtype,
         tied=args.tied,
+        experts=args.experts,
+        experts_per_token=args.experts_per_token,
         shards=args.shards,
     )
     print(folder)

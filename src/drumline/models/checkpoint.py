@@ -27,6 +27,7 @@ from drumline.models.gguf_tokenizer import gguf_tokenizer
 from drumline.models.hub_config import read_hub_config
 from drumline.models.hub_tokenizer import hub_tokenizer
 from drumline.models.layers import EMBEDDING, HEAD
+from drumline.models.moe import split_fused_experts
 from drumline.models.registry import model_module
 from drumline.models.safetensors_loader import load_safetensors
 from drumline.models.tokenizer import Tokenizer
@@ -58,6 +59,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.is_dir():
         config = read_hub_config(path)
         tensors = load_safetensors(path)
+        if config.experts is not None:
+            tensors = split_fused_experts(path, tensors)
         gguf = None
     elif path.is_file():
         gguf = read_gguf(path)

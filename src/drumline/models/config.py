@@ -56,11 +56,23 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Experts in place of a feed-forward: ``count`` of them, each ``width`` wide, ``per_token``
+    used by a token, with weights that add up to one if ``normalize`` (``norm_topk_prob``)."""
+
+    count: int
+    per_token: int
+    width: int
+    normalize: bool
+
+
+@dataclass(frozen=True)
 class ArchitectureConfig:
     """The shape of a decoder-only transformer. Lengths and sizes are counts of elements.
 
     ``sliding_window`` is None where attention is full at any length; otherwise it is full only
-    up to that many tokens, and models refuse a longer max_model_len.
+    up to that many tokens, and models refuse a longer max_model_len. The layers listed in
+    ``expert_layers`` have ``experts``; the others a feed-forward of ``intermediate_size``.
     """
 
     model_type: str
@@ -86,6 +98,8 @@ class ArchitectureConfig:
     eos_token_ids: tuple[int, ...] = ()
     sampling: SamplingDefaults = SamplingDefaults()
     ignored_keys: tuple[str, ...] = ()
+    experts: ExpertsConfig | None = None
+    expert_layers: tuple[int, ...] = ()
 
     def check(self, path: Path) -> ArchitectureConfig:
         """Self, or CheckpointError naming the fields that do not fit each other."""

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from drumline.models.config import (
     ArchitectureConfig,
+    ExpertsConfig,
     Fields,
     RopeScaling,
     read_json,
     read_sampling,
     yarn_attention_factor,
 )
-from drumline.models.registry import CAUSAL_LM
+from drumline.models.registry import CAUSAL_LM, WITH_EXPERTS
 
 # Bookkeeping and training settings without influence on inference.
 _HARMLESS = frozenset(
@@ -43,9 +45,11 @@ _HARMLESS = frozenset(
         "name_or_path",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "pretraining_tp",
         "problem_type",
         "return_dict",
+        "router_aux_loss_coef",
         "torch_dtype",
         "torchscript",
         "transformers.js_config",
@@ -71,8 +75,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_scale": (),
     "logits_scaling": (1,),
     "no_rope_layers": (),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
     "qk_norm": (False,),
     "quantization_config": (),
     "residual_multiplier": (1,),
@@ -80,6 +82,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_mrope": (False,),
     "use_qk_norm": (False,),
 }
+
+# The same, for architectures without experts.
+_NO_EXPERTS: dict[str, tuple[object, ...]] = dict.fromkeys(
+    ("num_experts", "num_local_experts"), (0,)
+)
 
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     kind: frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys.split()})
@@ -145,6 +152,7 @@ def read_hub_config(folder: Path) -> ArchitectureConfig:
         bos_token_id=fields.optional_integer("bos_token_id"),
         pad_token_id=_pad_token(fields),
         eos_token_ids=fields.token_ids("eos_token_id"),
+        **_read_experts(fields, model_type),
     )
     config = replace(config, ignored_keys=fields.unread(_HARMLESS))
     return _with_generation_config(config, folder / "generation_config.json").check(path)
@@ -155,7 +163,8 @@ def _refuse_unsupported(fields: Fields, model_type: str) -> None:
     expected = CAUSAL_LM[model_type]
     if names and expected.lower() not in [str(name).lower() for name in names]:
         raise fields.fail("architectures", f"not supported for {model_type}; expected {expected}")
-    for key, neutral in _NEUTRAL.items():
+    neutral_values = _NEUTRAL if model_type in WITH_EXPERTS else _NEUTRAL | _NO_EXPERTS
+    for key, neutral in neutral_values.items():
         value = fields.get(key)
         if value is not None and value not in neutral:
             if key == "auto_map":
@@ -163,6 +172,38 @@ def _refuse_unsupported(fields: Fields, model_type: str) -> None:
             raise fields.fail(key, "not supported")
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.fail("hidden_act", "not supported; supported is silu")
+
+
+def _read_experts(fields: Fields, model_type: str) -> dict[str, Any]:
+    """The fields of experts: how many, and in which layers."""
+    if model_type not in WITH_EXPERTS:
+        return {}
+    names = [name for name in _NO_EXPERTS if fields.get(name) is not None]
+    counts = {fields.integer(name) for name in names or ["num_experts"]}
+    if len(counts) > 1:
+        raise fields.fail("num_experts", f"num_local_experts says {fields.get(names[1])}")
+    count = counts.pop()
+    per_token = fields.integer("num_experts_per_tok")
+    if per_token > count:
+        raise fields.fail("num_experts_per_tok", f"there are {count} experts")
+    layers = fields.integer("num_hidden_layers")
+    dense = fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or any(
+        isinstance(layer, bool) or not isinstance(layer, int) for layer in dense
+    ):
+        raise fields.fail("mlp_only_layers", "expected a list of layer numbers")
+    every = fields.integer("decoder_sparse_step", 1)
+    return {
+        "experts": ExpertsConfig(
+            count=count,
+            per_token=per_token,
+            width=fields.integer("moe_intermediate_size"),
+            normalize=fields.flag("norm_topk_prob"),
+        ),
+        "expert_layers": tuple(
+            layer for layer in range(layers) if (layer + 1) % every == 0 and layer not in dense
+        ),
+    }
 
 
 def _attention_bias(fields: Fields, model_type: str) -> bool:
@@ -189,6 +230,8 @@ def _sliding_window(fields: Fields, model_type: str) -> int | None:
             raise fields.fail("layer_types", "expected full_attention or sliding_attention")
         if len(types) != layers:
             raise fields.fail("layer_types", f"expected one for each of the {layers} layers")
+    if model_type == "qwen3_moe":  # in all layers or in none
+        return (window or 4096) if fields.flag("use_sliding_window") else None
     if model_type in ("qwen2", "qwen3"):
         use = fields.flag("use_sliding_window")
         first = fields.integer("max_window_layers", 28, minimum=0)

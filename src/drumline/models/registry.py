@@ -11,6 +11,7 @@ MODULES: dict[str, str] = {
     "mistral": "drumline.models.llama",
     "qwen2": "drumline.models.qwen2",
     "qwen3": "drumline.models.qwen3",
+    "qwen3_moe": "drumline.models.qwen3_moe",
 }
 
 # The class a hub config.json names under ``architectures``.
@@ -19,7 +20,11 @@ CAUSAL_LM: dict[str, str] = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+
+# Those with experts in some layers.
+WITH_EXPERTS = frozenset({"qwen3_moe"})
 
 # ``general.architecture`` of a GGUF file → model_type. Mistral files call themselves llama.
 GGUF_ARCHITECTURES: dict[str, str] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from drumline.models.config import ArchitectureConfig
 from drumline.models.gguf_tokenizer import QWEN2_SPLIT, split_pre_tokenizer
 from drumline.models.hub_config import read_hub_config
 from drumline.models.layers import FINAL_NORM
-from drumline.models.registry import CAUSAL_LM, model_module
+from drumline.models.registry import CAUSAL_LM, WITH_EXPERTS, model_module
 from drumline.models.safetensors_loader import INDEX, SINGLE
 from drumline.models.tokenizer import BYTE_ALPHABET, frame
 
@@ -62,15 +62,20 @@ def write_tiny(
     tied: bool = False,
     attention_bias: bool = False,
     mlp_bias: bool = False,
+    experts: int | None = None,
+    experts_per_token: int | None = None,
+    norm_topk_prob: bool = True,
+    mlp_only_layers: Sequence[int] = (),
     shards: int = 1,
 ) -> Path:
-    """Writes a checkpoint of ``arch`` (llama, mistral, qwen2, qwen3) to the folder ``output``.
+    """Writes a checkpoint of ``arch`` (llama, mistral, qwen2, qwen3, qwen3_moe) to the folder
+    ``output``.
 
-    ``rope_scaling`` is written as given, in the spelling of hub configs. Returns the folder.
-    ConfigError names the argument that is out of range or in conflict, before anything is written.
+    qwen3_moe has ``experts`` (4) of width ``intermediate`` in every layer that is not listed in
+    ``mlp_only_layers``, ``experts_per_token`` (2) of them for each token. ``rope_scaling`` is
+    written as given, in the spelling of hub configs. Returns the folder. ConfigError names the
+    argument that is out of range or in conflict.
     """
-    if arch not in CAUSAL_LM:
-        raise ConfigError("arch", arch, f"expected one of {', '.join(sorted(CAUSAL_LM))}")
     sizes = {
         "hidden": hidden,
         "layers": layers,
@@ -80,42 +85,20 @@ def write_tiny(
         "max_position_embeddings": max_position_embeddings,
         "shards": shards,
     }
+    _check_arch(arch, attention_bias, mlp_bias)
     _check_sizes(sizes, vocab, seed, head_dim, dtype)
-    if arch != "llama" and mlp_bias:
-        raise ConfigError("mlp_bias", mlp_bias, f"{arch} has no biases in its feed-forward")
-    if arch in ("mistral", "qwen2") and attention_bias:
-        raise ConfigError("attention_bias", attention_bias, f"not a choice that {arch} has")
-    config = {
-        "architectures": [CAUSAL_LM[arch]],
-        "model_type": arch,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim if head_dim is not None else hidden // heads,
-        "hidden_act": "silu",
-        "vocab_size": vocab,
-        "max_position_embeddings": max_position_embeddings,
-        "rms_norm_eps": 1e-6,
+    config = _config(arch, sizes, vocab, head_dim) | {
         "rope_theta": rope_theta,
         "rope_scaling": None if rope_scaling is None else dict(rope_scaling),
         "tie_word_embeddings": tied,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
         "torch_dtype": dtype,
     }
-    config |= {"sliding_window": None} if arch == "mistral" else {}
-    config |= {"attention_bias": attention_bias} if arch in ("llama", "qwen3") else {}
+    config |= {"attention_bias": attention_bias} if arch not in ("mistral", "qwen2") else {}
     config |= {"mlp_bias": mlp_bias} if arch == "llama" else {}
-
-    folder = Path(output)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError("output", str(output), "exists and is not a folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in (*folder.glob("model*.safetensors"), folder / INDEX):
-        stale.unlink(missing_ok=True)
+    config |= _expert_keys(arch, intermediate, experts, experts_per_token)
+    if arch in WITH_EXPERTS:
+        config |= {"norm_topk_prob": norm_topk_prob, "mlp_only_layers": list(mlp_only_layers)}
+    folder = _empty_folder(output)
     _write_json(folder / "config.json", config)
     _write_json(
         folder / "generation_config.json",
@@ -127,6 +110,70 @@ def write_tiny(
         raise ConfigError("rope_scaling", rope_scaling, error.problem) from None
     _write_weights(folder, read, seed, _DTYPES[dtype], shards)
     _write_tokenizer(folder, arch, vocab, max_position_embeddings)
+    return folder
+
+
+def _check_arch(arch: str, attention_bias: bool, mlp_bias: bool) -> None:
+    if arch not in CAUSAL_LM:
+        raise ConfigError("arch", arch, f"expected one of {', '.join(sorted(CAUSAL_LM))}")
+    if arch != "llama" and mlp_bias:
+        raise ConfigError("mlp_bias", mlp_bias, f"{arch} has no biases in its feed-forward")
+    if arch in ("mistral", "qwen2") and attention_bias:
+        raise ConfigError("attention_bias", attention_bias, f"not a choice that {arch} has")
+
+
+def _config(
+    arch: str, sizes: Mapping[str, int], vocab: int, head_dim: int | None
+) -> dict[str, Any]:
+    config = {
+        "architectures": [CAUSAL_LM[arch]],
+        "model_type": arch,
+        "hidden_size": sizes["hidden"],
+        "intermediate_size": sizes["intermediate"],
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "head_dim": head_dim if head_dim is not None else sizes["hidden"] // sizes["heads"],
+        "hidden_act": "silu",
+        "vocab_size": vocab,
+        "max_position_embeddings": sizes["max_position_embeddings"],
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    return config | ({"sliding_window": None} if arch == "mistral" else {})
+
+
+def _expert_keys(arch: str, width: int, count: int | None, per_token: int | None) -> dict[str, Any]:
+    if arch not in WITH_EXPERTS:
+        for name, value in (("experts", count), ("experts_per_token", per_token)):
+            if value is not None:
+                raise ConfigError(name, value, f"{arch} has no experts")
+        return {}
+    count = 4 if count is None else count
+    per_token = min(2, count) if per_token is None else per_token
+    if count < 1:
+        raise ConfigError("experts", count, "must be at least 1")
+    if not 1 <= per_token <= count:
+        raise ConfigError("experts_per_token", per_token, f"must be in 1..{count}")
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": per_token,
+        "moe_intermediate_size": width,
+        "decoder_sparse_step": 1,
+    }
+
+
+def _empty_folder(output: str | Path) -> Path:
+    """The folder to write to, without the weight files of an earlier run."""
+    folder = Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("output", str(output), f"not a folder: {error.strerror}") from None
+    for stale in (*folder.glob("model*.safetensors"), folder / INDEX):
+        stale.unlink(missing_ok=True)
     return folder
 
 
@@ -198,6 +245,7 @@ def _random(
         std = 0.25 / math.sqrt(config.hidden_size) if tied else 1.0
         return torch.from_numpy(np.float32(std) * values)
     gains = {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 2.0, "o_proj": 2.5, "down_proj": 2.0}
+    gains["gate"] = 2.0  # a router with opinions
     gain = gains.get(name.split(".")[-2], 2.0 if name.startswith("lm_head") else 1.0)
     return torch.from_numpy(np.float32(gain / math.sqrt(shape[1])) * values)
 
@@ -241,7 +289,7 @@ def _vocabulary(size: int) -> tuple[list[str], list[tuple[str, str]]]:
 def _write_tokenizer(folder: Path, arch: str, vocab: int, length: int) -> None:
     tokens, merges = _vocabulary(vocab)
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    qwen = arch in ("qwen2", "qwen3")
+    qwen = arch.startswith("qwen")
     unk = None if qwen else SPECIALS[UNK]  # their families drop what they cannot spell
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token=unk))
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIALS])

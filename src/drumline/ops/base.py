@@ -65,6 +65,24 @@ class Linear(Protocol):
     def nbytes(self) -> int: ...
 
 
+class Experts(Protocol):
+    """Feed-forward experts prepared by a backend's `load_experts`; only that backend reads them."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts each token goes to: ``[tokens, k]``, expert ids ascending in every row."""
+
+    experts: Tensor  # int64
+    weights: Tensor  # float32
+
+
 class KVCache(Protocol):
     """Keys and values of all layers in fixed-size blocks, as a backend lays them out."""
 
@@ -99,6 +117,13 @@ class Ops(Protocol):
         """A norm weight or bias as a float32 tensor on the device."""
         ...
 
+    def load_experts(
+        self, gate_up: Sequence[Sequence[WeightTensor]], down: Sequence[WeightTensor]
+    ) -> Experts:
+        """Prepares experts by ascending id: per expert the weights stacked to ``[2 * width,
+        hidden]`` (gate first), and ``[hidden, width]``."""
+        ...
+
     def allocate_kv(
         self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str
     ) -> KVCache: ...
@@ -119,6 +144,21 @@ class Ops(Protocol):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """``[tokens, 2 * width]`` (gate first) → silu(gate) * up, ``[tokens, width]``."""
+        ...
+
+    def route(self, logits: Tensor, per_token: int, normalize: bool) -> Routing:
+        """The ``per_token`` highest of ``[tokens, experts]`` router logits, ties to the lowest id,
+        weighted by the softmax over all experts, or over the chosen ones if ``normalize``."""
+        ...
+
+    def expert_outputs(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+        """``[tokens, hidden]`` → ``[tokens, k, hidden]``: each chosen expert's own output, neither
+        weighted nor added, so that whoever computes it, its bits are the same."""
+        ...
+
+    def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        """``[tokens, k, hidden]`` and ``[tokens, k]`` → the weighted sum ``[tokens, hidden]``,
+        added from left to right: by ascending expert id."""
         ...
 
     def rope(self, x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:

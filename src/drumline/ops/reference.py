@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from drumline.core.errors import ConfigError
-from drumline.ops.base import KVCache, Linear, PagedBatch, RopeTable
+from drumline.ops.base import Experts, KVCache, Linear, PagedBatch, RopeTable, Routing
 from drumline.ops.weights import WeightTensor
 
 ROW_TILE = 16  # rows per matrix product; on the CPUs measured 16 rows cost what 4 cost
@@ -52,6 +52,22 @@ class ReferenceLinear:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True)
+class ReferenceExperts:
+    """Per expert, by ascending id: gate over up ``[2 * width, hidden]``, and down."""
+
+    gate_up: tuple[ReferenceLinear, ...]
+    down: tuple[ReferenceLinear, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.down)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(linear.nbytes for linear in (*self.gate_up, *self.down))
 
 
 @dataclass(frozen=True)
@@ -139,6 +155,15 @@ class ReferenceOps:
     def load_vector(self, weight: WeightTensor) -> Tensor:
         return weight.to_float().to(self.device)
 
+    def load_experts(
+        self, gate_up: Sequence[Sequence[WeightTensor]], down: Sequence[WeightTensor]
+    ) -> ReferenceExperts:
+        assert len(gate_up) == len(down) > 0
+        return ReferenceExperts(
+            tuple(self.load_linear(weights) for weights in gate_up),
+            tuple(self.load_linear([weight]) for weight in down),
+        )
+
     def allocate_kv(
         self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str
     ) -> ReferenceKV:
@@ -196,6 +221,38 @@ class ReferenceOps:
         half = cos.shape[-1]
         low, high = x[..., :half], x[..., half : 2 * half]
         return torch.cat((low * cos - high * sin, high * cos + low * sin, x[..., 2 * half :]), -1)
+
+    # ---- experts -------------------------------------------------------------------------
+
+    def route(self, logits: Tensor, per_token: int, normalize: bool) -> Routing:
+        # A stable sort, since `topk` leaves open which of two equals it takes.
+        order = torch.sort(logits, dim=1, descending=True, stable=True).indices
+        chosen = order[:, :per_token].sort(dim=1).values  # [tokens, k], ascending
+        odds = torch.exp((logits - logits.amax(dim=1, keepdim=True)).contiguous())
+        picked = odds.gather(1, chosen)
+        return Routing(chosen, picked / tree_sum_last(picked if normalize else odds))
+
+    def expert_outputs(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+        assert isinstance(experts, ReferenceExperts)
+        tokens, per_token = routing.experts.shape
+        out = x.new_empty((tokens * per_token, x.shape[1]))
+        # Pairs (token, expert) grouped by expert; `linear` keeps the rows of a group apart.
+        chosen, pairs = torch.sort(routing.experts.reshape(-1), stable=True)
+        ends = torch.searchsorted(chosen, torch.arange(experts.count + 1, device=x.device))
+        bounds: list[int] = ends.tolist()
+        for expert in range(experts.count):
+            mine = pairs[bounds[expert] : bounds[expert + 1]]
+            if mine.shape[0]:
+                gate_up = self.linear(x.index_select(0, mine // per_token), experts.gate_up[expert])
+                out[mine] = self.linear(self.silu_and_mul(gate_up), experts.down[expert])
+        return out.view(tokens, per_token, x.shape[1])
+
+    def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        weighted = outputs * weights.unsqueeze(-1)  # [tokens, k, hidden]
+        total = weighted[:, 0]
+        for at in range(1, weighted.shape[1]):
+            total = total + weighted[:, at]
+        return total
 
     # ---- attention -----------------------------------------------------------------------
 
