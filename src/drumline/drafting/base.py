@@ -23,10 +23,11 @@ The target also computed ``width - count`` rejected drafts, whose hidden rows fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from drumline.core.request import Request
@@ -34,6 +35,8 @@ from drumline.core.traits import DrafterTraits
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.layers import KVSpec, ModelOutput
 from drumline.ops.base import KVCache, Linear, Ops, PagedBatch
+from drumline.sampling.distribution import Distribution
+from drumline.sampling.draft import DraftSampler, DraftToken
 from drumline.sampling.history import SamplingRow
 
 
@@ -78,13 +81,20 @@ class DraftRow:
 class Proposal:
     """Per row of the call, in its order: at most ``k`` target token ids each.
 
-    ``distributions`` holds, for probabilistic drafts, per row one float32 tensor
-    ``[drafts, vocab]`` over the target's vocabulary, from which the drafts were drawn; None for a
-    row whose drafts are point masses. Empty: all are point masses.
+    ``probs`` holds, for probabilistic drafts, the distribution each draft was drawn from
+    (`DraftToken.probs`), row by row like ``drafts``; None for a point mass. Empty: all are.
     """
 
     drafts: tuple[tuple[int, ...], ...]
-    distributions: tuple[Tensor | None, ...] = ()
+    probs: tuple[tuple[Distribution | None, ...], ...] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[DraftToken]]) -> Proposal:
+        """From what a `DraftSampler` drew, row by row."""
+        return cls(
+            tuple(tuple(token.token_id for token in row) for row in rows),
+            tuple(tuple(token.probs for token in row) for row in rows),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +205,12 @@ class SpeculativeSettings(Protocol):
     def rejection_sample_method(self) -> str: ...
 
 
+class MakeDraftSampler(Protocol):
+    def __call__(
+        self, sharpening: float = 1.0, token_table: ArrayLike | None = None
+    ) -> DraftSampler: ...
+
+
 @dataclass(frozen=True)
 class DrafterContext:
     """Everything a drafter may be made from; `registry.load_drafter` hands it to a method.
@@ -202,8 +218,8 @@ class DrafterContext:
     ``speculative`` is the resolved speculative config (`SpeculativeSettings` and the method's own
     keys). ``checkpoint`` is the target's: config, tensors, path and tokenizer. Positions stay below
     ``max_model_len``. A drafter's cache has ``num_kv_blocks`` blocks of ``block_size`` tokens, like
-    the target's, because it is addressed by the same block ids. ``make_draft_sampler(sharpening)``
-    gives the `sampling.draft.DraftSampler` for the configured ``draft_sample_method``.
+    the target's, because it is addressed by the same block ids. ``make_draft_sampler(sharpening,
+    token_table)`` gives a `DraftSampler` for the configured ``draft_sample_method``.
     """
 
     speculative: Any
@@ -215,7 +231,7 @@ class DrafterContext:
     block_size: int
     kv_cache_dtype: str
     ledger: PassLedger
-    make_draft_sampler: Callable[[float], Any]
+    make_draft_sampler: MakeDraftSampler
 
 
 class DrafterModule(Protocol):
