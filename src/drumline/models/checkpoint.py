@@ -5,6 +5,7 @@ is one that the architecture does not know. What may be absent or extra is liste
 
     lm_head.weight                       extra if tied, when it equals the embedding
     *.rotary_emb.inv_freq                extra: a buffer of old checkpoints, computed anyway
+    mtp.*                                extra: a next-token module, read if it drafts
     rope_freqs.weight (GGUF)             extra: read as rope scaling of kind ``factors``
 """
 
@@ -92,7 +93,7 @@ def _checked(
                 path, f"tensor {name} has shape {list(found)}, expected {list(shape)}"
             )
     for name in tensors:
-        if name in expected or name.endswith(".rotary_emb.inv_freq"):
+        if name in expected or name.endswith(".rotary_emb.inv_freq") or name.startswith("mtp."):
             continue
         if name == HEAD and _same(tensors[HEAD], tensors[EMBEDDING]):
             continue

@@ -43,6 +43,7 @@ _HARMLESS = frozenset(
         "max_window_layers",
         "model_type",
         "name_or_path",
+        "num_nextn_predict_layers",  # a drafter's business
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
@@ -108,7 +109,12 @@ _SAMPLING = {
 def read_hub_config(folder: Path) -> ArchitectureConfig:
     """Reads ``folder``. CheckpointError names the file and key that is missing or unsupported."""
     path = folder / "config.json"
-    fields = Fields(path, read_json(path))
+    config = read_architecture(Fields(path, read_json(path)))
+    return _with_generation_config(config, folder / "generation_config.json").check(path)
+
+
+def read_architecture(fields: Fields) -> ArchitectureConfig:
+    """From the keys of a config.json, or of an object inside one; `check` is left to the caller."""
     model_type = fields.text("model_type")
     if model_type not in CAUSAL_LM:
         known = ", ".join(sorted(CAUSAL_LM))
@@ -154,8 +160,7 @@ def read_hub_config(folder: Path) -> ArchitectureConfig:
         eos_token_ids=fields.token_ids("eos_token_id"),
         **_read_experts(fields, model_type),
     )
-    config = replace(config, ignored_keys=fields.unread(_HARMLESS))
-    return _with_generation_config(config, folder / "generation_config.json").check(path)
+    return replace(config, ignored_keys=fields.unread(_HARMLESS))
 
 
 def _refuse_unsupported(fields: Fields, model_type: str) -> None:
