@@ -46,7 +46,7 @@ def gather() -> dict[str, Any]:
         "memory": f"{format_bytes(machine.free_memory_bytes)} free of "
         f"{format_bytes(machine.total_memory_bytes)}",
         "native module": "built" if native else "not built: no compiler was found at install",
-        "ops reference": "here: plain torch in float32, batch-invariant; the oracle, not the fast one",
+        "ops reference": "here: plain torch in float32; the oracle, not the fast one",
         "ops native": "not in this release",
         "model cache": str(cache_folder()),
         "smollm2": "fetched" if is_fetched("smollm2") else "not fetched: drumline fetch smollm2",

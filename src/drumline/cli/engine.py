@@ -31,6 +31,13 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     )
 
 
+def have_model(config: EngineConfig) -> None:
+    """Finds the model, or fetches it saying so, before anything heavy is imported."""
+    from drumline.models.fetch import resolve_model
+
+    resolve_model(config.model.model, config.model.revision, complain)
+
+
 def print_startup(facts: EngineFacts) -> None:
     """The start-up table on standard error: what runs, and why."""
     from rich.console import Console

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from drumline.cli.engine import complain
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="smollm2, or a hub name like org/model")
@@ -13,5 +15,5 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from drumline.models.fetch import resolve_model
 
-    print(resolve_model(args.name, args.revision))
+    print(resolve_model(args.name, args.revision, complain))
     return 0

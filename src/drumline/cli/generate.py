@@ -11,8 +11,8 @@ import json
 import math
 import sys
 import time
-import unicodedata
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,12 @@ from drumline.cli.engine import (
     complain,
     decode_speed,
     engine_config,
+    have_model,
     print_startup,
 )
 from drumline.cli.prompts import Job, from_file, from_texts
 from drumline.cli.sampling import add_sampling_arguments, sampling_arguments
+from drumline.cli.terminal import printable
 from drumline.core.errors import EngineError, RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +41,9 @@ EXIT_FAILED = 1
 
 def configure(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", nargs="+", help="one or more prompts")
+    source.add_argument(
+        "--prompt", metavar="TEXT", nargs="+", action="extend", help="one or more prompts"
+    )
     source.add_argument(
         "--prompts",
         metavar="FILE",
@@ -67,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     except RequestError as error:
         raise UsageError(f"--{str(error.param).replace('_', '-')}: {error.problem}") from None
     config = engine_config(args)
+    have_model(config)
 
     from drumline.engine.llm import LLM, Interrupt  # torch loads here
 
@@ -80,11 +85,18 @@ def run(args: argparse.Namespace) -> int:
         printer = StreamPrinter()
     else:
         printer = TextPrinter(len(session.records), show_bar=not args.quiet)
-    session.drive(printer)
+    try:
+        session.drive(printer)
+    finally:
+        printer.close()
     printer.finish(session)
     if not args.quiet and not args.json:
         complain(session.speed_line())
-    return session.exit_code
+    failure = session.failure
+    if failure is not None:
+        complain(printable(f"drumline generate: failed: {failure}"))
+        return EXIT_FAILED
+    return EXIT_INTERRUPTED if session.interrupt.raised else 0
 
 
 class Session:
@@ -95,7 +107,7 @@ class Session:
 
         self.llm = llm
         self.interrupt = interrupt
-        self.failure: str | None = None
+        self.broken: str | None = None
         defaults = llm.default_params()
         self.submissions = []
         for job in jobs:
@@ -110,11 +122,12 @@ class Session:
     def drive(self, printer: Printer) -> None:
         began = time.monotonic()
         try:
-            for index, delta in self.llm.run(self.submissions, self.interrupt):
-                self.records[index].add(delta)
-                printer.take(index, delta, self.records[index])
+            with closing(self.llm.run(self.submissions, self.interrupt)) as deltas:
+                for index, delta in deltas:
+                    self.records[index].add(delta)
+                    printer.take(index, delta, self.records[index])
         except EngineError as error:
-            self.failure = str(error)
+            self.broken = str(error)
         self.seconds = time.monotonic() - began
 
     @property
@@ -122,11 +135,13 @@ class Session:
         return [record.output() for record in self.records]
 
     @property
-    def exit_code(self) -> int:
-        if self.failure is not None:
-            complain(f"drumline generate: failed: {self.failure}")
-            return EXIT_FAILED
-        return EXIT_INTERRUPTED if self.interrupt.raised else 0
+    def failure(self) -> str | None:
+        """Why not everything that was asked for was done, other than by an interrupt."""
+        if self.broken is not None:
+            return self.broken
+        samples = [sample for record in self.records for sample in record.samples]
+        errors = [sample.error for sample in samples if sample.error is not None]
+        return f"{len(errors)} of {len(samples)} samples: {errors[0]}" if errors else None
 
     def speed_line(self) -> str:
         counters = self.llm.core.counters
@@ -161,8 +176,11 @@ class Printer:
     def take(self, index: int, delta: OutputDelta, record: RequestRecord) -> None:
         """Called for every delta as it comes."""
 
+    def close(self) -> None:
+        """Called once, however it ended; gives the terminal back."""
+
     def finish(self, session: Session) -> None:
-        """Called once, after the last delta, an interrupt or a failure."""
+        """Called once after that, unless nobody reads any more."""
 
 
 class StreamPrinter(Printer):
@@ -204,8 +222,10 @@ class TextPrinter(Printer):
             self.done.add(index)
         self.bar.update(self.task, completed=len(self.done), tokens=self.tokens)
 
-    def finish(self, session: Session) -> None:
+    def close(self) -> None:
         self.bar.stop()
+
+    def finish(self, session: Session) -> None:
         for index, output in enumerate(session.outputs):
             for completion in output.outputs:
                 sample = f" sample {completion.index}" if len(output.outputs) > 1 else ""
@@ -250,18 +270,18 @@ def sample_object(
         "token_ids": list(completion.token_ids),
         "text": completion.text,
         "finish_reason": str(completion.finish_reason or "abort"),
-        "stop_reason": completion.stop_reason,
         "error": completion.error,
         "seed": completion.seed,
         "replica": 0,
     }
     if completion.logprobs is not None:
         shown["logprobs"] = [position_object(entry) for entry in completion.logprobs]
+    shown["speculation"] = {"steps": 0, "drafted": 0, "accepted": 0, "accepted_per_position": []}
     if output.prompt_logprobs is not None:
         shown["prompt_logprobs"] = [
             None if entry is None else position_object(entry) for entry in output.prompt_logprobs
         ]
-    shown["speculation"] = {"steps": 0, "drafted": 0, "accepted": 0, "accepted_per_position": []}
+    shown["stop_reason"] = completion.stop_reason
     return shown
 
 
@@ -273,13 +293,3 @@ def token_object(token: TokenLogprob) -> dict[str, Any]:
     """JSON has no infinity: a token that cannot be drawn reads null."""
     logprob = token.logprob if math.isfinite(token.logprob) else None
     return {"token_id": token.token_id, "logprob": logprob, "rank": token.rank}
-
-
-def printable(text: str) -> str:
-    """Text as a terminal may show it: control characters of a model's output are not obeyed."""
-    return "".join(
-        char
-        if char in "\n\t" or unicodedata.category(char) != "Cc"
-        else "\N{REPLACEMENT CHARACTER}"
-        for char in text
-    )

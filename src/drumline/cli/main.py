@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from drumline._version import __version__
+from drumline.cli.terminal import printable
 from drumline.config.arguments import Parser
 from drumline.core.errors import DrumlineError, UsageError, nearest_name
 
@@ -41,34 +43,44 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no error
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else EXIT_WRONG_USE
     if arguments[0] in ("-V", "--version"):
         print(f"drumline {__version__}")
         return 0
-    verb, rest = arguments[0], arguments[1:]
-    if verb not in VERBS:
-        return _wrong(f"unknown verb {verb!r}{nearest_name(verb, VERBS)}")
-    module = importlib.import_module(f"drumline.cli.{verb}")
-    parser = Parser(prog=f"drumline {verb}", description=module.__doc__, add_help=True)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    module.configure(parser)
+    if arguments[0] not in VERBS:
+        return _wrong(f"unknown verb {arguments[0]!r}{nearest_name(arguments[0], VERBS)}")
     try:
-        code: int = module.run(parser.parse_args(rest))
+        code = run_verb(arguments[0], arguments[1:])
         sys.stdout.flush()
-        return code
-    except UsageError as error:
-        return _wrong(f"{parser.prog}: error: {error}")
-    except DrumlineError as error:
-        print(f"{parser.prog}: failed: {_line(error)}", file=sys.stderr)
-        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has left; there is nobody to tell. Python would complain once
         # more while it closes standard output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return code
+
+
+def run_verb(verb: str, arguments: Sequence[str]) -> int:
+    """Parses and runs; every failure that has a name is one line on standard error."""
+    module = importlib.import_module(f"drumline.cli.{verb}")
+    parser = Parser(prog=f"drumline {verb}", description=module.__doc__, add_help=True)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.configure(parser)
+    try:
+        code: int = module.run(parser.parse_args(arguments))
+        return code
+    except SystemExit as leaving:  # argparse has said what is wrong, or shown its help
+        return leaving.code if isinstance(leaving.code, int) else 0
+    except UsageError as error:
+        return _wrong(f"{parser.prog}: error: {error}")
+    except DrumlineError as error:
+        print(_line(f"{parser.prog}: failed: {error}"), file=sys.stderr)
         return EXIT_FAILED
 
 
@@ -78,7 +90,8 @@ def _wrong(message: object) -> int:
 
 
 def _line(message: object) -> str:
-    return " ".join(str(message).split())
+    """One line that a terminal can show, whatever was typed."""
+    return printable(" ".join(str(message).split()))
 
 
 if __name__ == "__main__":

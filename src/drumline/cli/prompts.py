@@ -5,6 +5,7 @@ Every complaint names the file, the line and the field. Knows no engine.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def from_file(path: Path, flags: Mapping[str, Any], chat: bool) -> list[Job]:
     except OSError as error:
         raise UsageError(f"--prompts {path}: {error.strerror or error}") from None
     jobs = []
-    for number, line in enumerate(data.splitlines(), 1):
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if line.strip():
             jobs.append(_job(f"{path} line {number}", line, flags, chat))
     if not jobs:
@@ -71,7 +72,7 @@ def _job(where: str, line: bytes, flags: Mapping[str, Any], chat: bool) -> Job:
         entry = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{where}: not UTF-8 at byte {error.start}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
         raise UsageError(f"{where}: not JSON: {error}") from None
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: an object is needed, got {type(entry).__name__}")

@@ -17,6 +17,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: str) -> 
     def add(flag: str, metavar: str, help: str, **more: Any) -> None:
         group.add_argument(flag, metavar=metavar, default=_SUPPRESS, help=help, **more)
 
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add("--max-tokens", "N", f"most tokens to generate (default: {max_tokens})", type=_integer)
     add("--min-tokens", "N", "no end before this many tokens", type=_integer)
     add("--temperature", "T", "0 is greedy", type=_number)
@@ -28,9 +29,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: str) -> 
     add("--repetition-penalty", "X", "above 1 discourages what stands already", type=_number)
     add("--n", "N", "samples per prompt", type=_integer)
     add("--stop", "TEXT", "end before this text; may be repeated", action="append")
-    add("--stop-token-ids", "ID", "end after one of these tokens", type=_integer, nargs="+")
-    add("--bad-words", "TEXT", "never generate these words", nargs="+")
-    add("--allowed-token-ids", "ID", "generate only these tokens", type=_integer, nargs="+")
+    add("--stop-token-ids", "ID", "end after one of these tokens", type=_integer, **several)
+    add("--bad-words", "TEXT", "never generate these words", **several)
+    add("--allowed-token-ids", "ID", "generate only these tokens", type=_integer, **several)
     add("--logit-bias", "JSON", 'map from token id to bias, as {"50": -3.5}', type=_object)
     add("--logprobs", "N", "report log-probabilities, and of the N best", type=_integer)
     add("--prompt-logprobs", "N", "the same for the prompt's tokens", type=_integer)

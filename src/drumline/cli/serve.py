@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from drumline.cli.engine import engine_config
+from drumline.cli.engine import engine_config, have_model
 from drumline.config.arguments import add_engine_arguments
 from drumline.core.errors import UsageError
 
@@ -20,6 +20,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"MODEL={args.model_tag!r} and --model {args.model!r} differ")
         args.model = args.model_tag
     config = engine_config(args)
+    have_model(config)
 
     from drumline.server.run import serve
 

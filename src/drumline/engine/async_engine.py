@@ -10,28 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import multiprocessing
-import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Self
-
-import zmq
-import zmq.asyncio
 
 from drumline.config import EngineConfig
 from drumline.core.errors import (
     DeadlineExceeded,
     EngineDead,
+    EngineError,
     Refused,
     RequestError,
     UsageError,
 )
 from drumline.core.params import SamplingParams
 from drumline.core.request import FinishReason
-from drumline.engine.facts import EngineFacts, make_intake, with_template
-from drumline.engine.intake import Intake, Prompt, Submission
+from drumline.engine.facts import EngineFacts, make_intake, open_tokenizer
+from drumline.engine.intake import Prompt, Submission
+from drumline.engine.link import EngineLink
 from drumline.engine.messages import (
     Cancel,
     Deltas,
@@ -41,86 +37,84 @@ from drumline.engine.messages import (
     Pong,
     Ready,
     Refusal,
+    Start,
     Stop,
     Submit,
-    ToEngine,
-    decode_from_engine,
-    encode,
 )
 from drumline.engine.outputs import OutputDelta
-from drumline.engine.process import QUEUE_MESSAGES_MAX, engine_process
-from drumline.models.checkpoint import open_checkpoint
 from drumline.models.tokenizer import Tokenizer
 
 LOG = logging.getLogger("drumline.engine")
-WATCH_SECONDS = 1.0
-LIVENESS_SECONDS = 0.25  # how often the process is looked at while nothing arrives
-STOP_SECONDS = 10.0
+WATCH_SECONDS = 0.5  # from one sign of progress to the next question
+STOP_SECONDS = 10.0  # for the process to leave by itself
+INLINE_CHARACTERS = 20_000  # longer prompts are encoded in a thread, so that the loop goes on
 
 
 class Stream:
-    """The deltas of one submission's samples, in order of arrival. Iterate it once."""
+    """The deltas of one submission's samples, in order of arrival. Iterate it once.
+
+    Leaving the iterator early, or `close`, cancels what still runs.
+    """
 
     def __init__(self, engine: AsyncEngine, submission: Submission) -> None:
         self.submission = submission
         self._engine = engine
-        self._deltas: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
-        self._open = {request.number for request in submission.requests}
-
-    def deliver(self, item: OutputDelta | Exception) -> None:
-        self._deltas.put_nowait(item)
-
-    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        """Ends after every sample has. Leaving early cancels what still runs.
-
-        Raises `Refused` or `RequestError` if the engine turned the submission away.
-        """
-        try:
-            while self._open:
-                item = await self._deltas.get()
-                if isinstance(item, Exception):
-                    self._open.clear()
-                    raise item
-                if item.finish_reason is not None:
-                    self._open.discard(item.number)
-                yield item
-        finally:
-            self._engine.release(self)
+        self._items: asyncio.Queue[OutputDelta | Exception] = asyncio.Queue()
+        self._running = {request.number for request in submission.requests}
 
     @property
-    def unfinished(self) -> tuple[int, ...]:
-        return tuple(sorted(self._open))
+    def running(self) -> tuple[int, ...]:
+        """Numbers of the samples whose last delta has not come."""
+        return tuple(sorted(self._running))
+
+    def deliver(self, delta: OutputDelta) -> None:
+        if delta.number in self._running:
+            self._items.put_nowait(delta)
+            if delta.finish_reason is not None:
+                self._running.discard(delta.number)
+
+    def refuse(self, error: Exception) -> None:
+        self._running.clear()
+        self._items.put_nowait(error)
+
+    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        """Ends after every sample has. Raises `Refused` or `RequestError` if the engine turned
+        the submission away."""
+        try:
+            while self._running or not self._items.empty():
+                item = await self._items.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._engine.release(self)
+        self._running.clear()
 
 
 class AsyncEngine:
     """Use as ``async with await AsyncEngine.start(config) as engine``."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, link: EngineLink, facts: EngineFacts, tokenizer: Tokenizer
+    ) -> None:
         self.config = config
-        self.facts: EngineFacts
-        self.tokenizer: Tokenizer
-        self.intake: Intake
-        self.death: str | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="drumline-"))
-        self._context: zmq.asyncio.Context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES_MAX)
-        self._socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES_MAX)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._streams: dict[int, Stream] = {}
-        self._pings: dict[int, asyncio.Future[Pong]] = {}
-        self._ping_count = 0
-        self._tasks: list[asyncio.Task[None]] = []
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.intake = make_intake(facts, tokenizer)
+        self.death: str | None = None  # why there is no engine any more
+        self.dead = asyncio.Event()
+        self._link = link
+        self._streams: dict[int, Stream] = {}  # by sample, until its last delta
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._pong: asyncio.Future[Pong | None] | None = None
+        self._overdue: DeadlineExceeded | None = None
         self._closing = False
-        address = f"ipc://{self._folder / 'engine'}"
-        self._socket.bind(address)
-        spawn = multiprocessing.get_context("spawn")
-        lifeline, self._lifeline = spawn.Pipe(duplex=False)
-        self._process = spawn.Process(
-            target=engine_process, args=(config, address, lifeline), name="drumline-engine"
-        )
-        self._process.start()
-        lifeline.close()
+        self._reader = asyncio.create_task(self._read())
+        self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Self:
@@ -128,16 +122,19 @@ class AsyncEngine:
 
         Raises `UsageError` for what was asked wrongly, `EngineDead` or `DeadlineExceeded`.
         """
-        engine = cls(config)
+        seconds = config.runtime.startup_timeout_seconds
+        link = await EngineLink.open()
         try:
-            await engine._wait_ready(config.runtime.startup_timeout_seconds)
+            link.send(Start(config=config))
+            facts = await asyncio.wait_for(_loaded(link), seconds)
+            tokenizer = await asyncio.to_thread(open_tokenizer, Path(facts.model_path), config)
+        except TimeoutError:
+            await link.close()
+            raise DeadlineExceeded("engine start-up", seconds) from None
         except BaseException:
-            await engine.close()
+            await link.close()
             raise
-        engine._tasks.append(asyncio.create_task(engine._read()))
-        if config.runtime.watchdog != "off":
-            engine._tasks.append(asyncio.create_task(engine._watch()))
-        return engine
+        return cls(config, link, facts, tokenizer)
 
     async def __aenter__(self) -> Self:
         return self
@@ -145,26 +142,13 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _wait_ready(self, seconds: float) -> None:
-        clock = asyncio.get_running_loop()
-        deadline = clock.time() + seconds
-        while clock.time() < deadline:
-            message = await self._receive()
-            if isinstance(message, Ready):
-                self.facts = message.facts
-                checkpoint = await asyncio.to_thread(open_checkpoint, self.facts.model_path)
-                self.tokenizer = with_template(checkpoint.tokenizer(), self.config)
-                self.intake = make_intake(self.facts, self.tokenizer)
-                return
-            if isinstance(message, Fatal):
-                raise (UsageError if message.usage else EngineDead)(message.message)
-            if message is None and not self._process.is_alive():
-                raise EngineDead(f"the engine's process ended with {self._process.exitcode}")
-        raise DeadlineExceeded("engine start-up", seconds)
-
     @property
     def default_params(self) -> SamplingParams:
         return self.facts.default_params
+
+    @property
+    def process_id(self) -> int:
+        return self._link.process.pid
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -177,67 +161,92 @@ class AsyncEngine:
         priority: int = 0,
         exact_max_tokens: bool = False,
     ) -> Stream:
-        """Raises `RequestError` at once for what intake refuses, `EngineDead` if there is no
-        engine any more."""
-        self._check_alive()
+        """Raises at once: `RequestError` for what intake refuses, `Refused` if the queue is full,
+        `EngineDead` if there is no engine any more."""
+        self._check_room(params.n)
+        ids = None
+        if prompt.character_count > INLINE_CHARACTERS:
+            ids = await asyncio.to_thread(self.intake.encode, prompt)
+            self._check_room(params.n)
         submission = self.intake.admit(
             prompt,
             params,
             request_id=request_id,
             priority=priority,
             exact_max_tokens=exact_max_tokens,
+            token_ids=ids,
         )
         stream = Stream(self, submission)
         for request in submission.requests:
             self._streams[request.number] = stream
-        await self._send(Submit(requests=submission.requests))
+        self._idle.clear()
+        self._link.send(Submit(requests=submission.requests))
         return stream
+
+    def _check_room(self, samples: int) -> None:
+        """Full is what the callers see: the engine may have a few that have ended already."""
+        self._check_alive()
+        limit = self.facts.limits.samples_max
+        if samples <= limit < len(self._streams) + samples:
+            queued = self.config.server.max_num_queued_reqs
+            raise Refused(f"the queue is full: max_num_queued_reqs={queued}")
 
     def release(self, stream: Stream) -> None:
         """Forgets a stream; samples that still run are cancelled."""
-        for request in stream.submission.requests:
-            self._streams.pop(request.number, None)
-        if stream.unfinished and self.death is None and not self._closing:
-            cancel = encode(Cancel(numbers=stream.unfinished))
-            self._background = asyncio.ensure_future(self._socket.send(cancel))
+        running = stream.running
+        for number in running:
+            self._streams.pop(number, None)
+        if not self._streams:
+            self._idle.set()
+        if running and self.death is None:
+            self._link.send(Cancel(numbers=running))
 
     # ---- health --------------------------------------------------------------------------
 
-    async def check_health(self, seconds: float | None = None) -> Pong:
-        """A round trip through the engine's loop: it answers between two steps.
+    async def check_health(self) -> Pong:
+        """A round trip through the engine's loop, which answers between two steps.
 
-        Raises `EngineDead`, or `DeadlineExceeded` if no step ended within ``seconds`` (default:
-        the deadline of one step).
+        Raises `EngineDead`, or `DeadlineExceeded` if no step ended within a step's deadline.
         """
-        self._check_alive()
-        seconds = self.facts.step_deadline_seconds if seconds is None else seconds
-        self._ping_count += 1
-        token = self._ping_count
-        answer: asyncio.Future[Pong] = asyncio.get_running_loop().create_future()
-        self._pings[token] = answer
+        if self.death is not None:
+            raise EngineDead(self.death)
+        if self._overdue is not None:
+            raise self._overdue
+        return await self._ask()
+
+    async def _ask(self) -> Pong:
+        """Callers that come while a question is open share its answer."""
+        if self._pong is None:
+            self._pong = asyncio.get_running_loop().create_future()
+            self._link.send(Ping())
+        seconds = self.facts.step_deadline_seconds
         try:
-            await self._send(Ping(token=token))
-            return await asyncio.wait_for(answer, seconds)
+            pong = await asyncio.wait_for(asyncio.shield(self._pong), seconds)
         except TimeoutError:
-            raise DeadlineExceeded("the engine's loop", seconds) from None
-        finally:
-            del self._pings[token]
+            what = f"a step of the engine's process {self.process_id}"
+            raise DeadlineExceeded(what, seconds) from None
+        if pong is None:
+            raise EngineDead(self.death or "the engine was closed")
+        return pong
 
     async def _watch(self) -> None:
         """While something is in flight, asks for a sign of progress. Under ``enforce`` an engine
         that gives none within a step's deadline is killed; under ``observe`` it is reported."""
-        while self.death is None and not self._closing:
+        mode = self.config.runtime.watchdog
+        while mode != "off" and self.death is None:
             await asyncio.sleep(WATCH_SECONDS)
             if not self._streams:
                 continue
             try:
-                await self.check_health()
+                await self._ask()
             except DeadlineExceeded as late:
-                LOG.error("watchdog: %s", late)
-                if self.config.runtime.watchdog == "enforce":
-                    self._process.kill()
+                if self._overdue is None:
+                    LOG.error("watchdog: %s", late)
+                self._overdue = late
+                if mode == "enforce":
                     self._die(f"watchdog: {late}")
-            except (EngineDead, Refused):
+                    self._link.kill()
+            except EngineError:
                 return
 
     def _check_alive(self) -> None:
@@ -248,78 +257,76 @@ class AsyncEngine:
 
     # ---- the process ---------------------------------------------------------------------
 
-    async def _send(self, message: ToEngine) -> None:
-        await self._socket.send(encode(message))
-
-    async def _receive(self) -> FromEngine | None:
-        """The next message, or None after `LIVENESS_SECONDS` without one."""
-        if await self._socket.poll(LIVENESS_SECONDS * 1000):
-            return decode_from_engine(await self._socket.recv())
-        return None
-
     async def _read(self) -> None:
         """Spreads messages until the process is gone."""
-        while True:
-            message = await self._receive()
-            match message:
-                case Deltas(deltas):
-                    for delta in deltas:
-                        stream = self._streams.get(delta.number)
-                        if stream is not None:
-                            stream.deliver(delta)
-                case Refusal(numbers, text, full):
-                    kind = Refused if full else RequestError
-                    stream = self._streams.get(numbers[0])
+        while (message := await self._link.receive()) is not None:
+            self._overdue = None
+            self._spread(message)
+        self._die("the engine was closed" if self._closing else await self._link.ending())
+
+    def _spread(self, message: FromEngine) -> None:
+        match message:
+            case Deltas(deltas):
+                for delta in deltas:
+                    stream = self._streams.get(delta.number)
                     if stream is not None:
-                        stream.deliver(kind(text))
-                case Pong(token):
-                    answer = self._pings.get(token)
-                    if answer is not None and not answer.done():
-                        answer.set_result(message)
-                case Fatal(text):
-                    self._die(text)
-                    return
-                case None if not self._process.is_alive():
-                    self._die(f"the engine's process ended with {self._process.exitcode}")
-                    return
+                        stream.deliver(delta)
+                    if delta.finish_reason is not None:
+                        self._streams.pop(delta.number, None)
+            case Refusal(numbers, text, full):
+                stream = self._streams.get(numbers[0])
+                if stream is not None:
+                    stream.refuse(Refused(text) if full else RequestError(text))
+                for number in numbers:
+                    self._streams.pop(number, None)
+            case Pong() if self._pong is not None:
+                self._pong.set_result(message)
+                self._pong = None
+            case Fatal(text):
+                self._die(text)
+        if not self._streams:
+            self._idle.set()
 
     def _die(self, text: str) -> None:
-        """Everything in flight ends with ``error``; nothing more is taken."""
-        self.death = text
-        for number, stream in list(self._streams.items()):
-            stream.deliver(OutputDelta(number=number, finish_reason=FinishReason.ERROR, error=text))
-        for answer in self._pings.values():
-            if not answer.done():
-                answer.set_exception(EngineDead(text))
-
-    async def close(self, drain_seconds: float = 0.0) -> None:
-        """Stops the process and leaves nothing behind. With ``drain_seconds`` what is in flight
-        may end by itself for that long; after that, and at once by default, it is aborted."""
-        if self._closing:
+        """Everything in flight ends: with ``abort`` if we closed the engine, else ``error``."""
+        if self.death is not None:
             return
-        self._closing = True
-        with contextlib.suppress(zmq.ZMQError):
-            if drain_seconds > 0 and self._process.is_alive():
-                await self._send(Stop(drain=True))
-                await self._wait_end(drain_seconds)
-            if self._process.is_alive():
-                await self._send(Stop(drain=False))
-                await self._wait_end(STOP_SECONDS)
-        self._lifeline.close()
-        if self._process.is_alive():
-            self._process.kill()
-        await asyncio.to_thread(self._process.join, STOP_SECONDS)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.death is None:
-            self._die("the engine was closed")
-        self._socket.close()
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.death = text
+        reason = FinishReason.ABORT if self._closing else FinishReason.ERROR
+        error = None if self._closing else text
+        for number, stream in self._streams.items():
+            stream.deliver(OutputDelta(number=number, finish_reason=reason, error=error))
+        self._streams.clear()
+        self._idle.set()
+        if self._pong is not None:
+            self._pong.set_result(None)
+            self._pong = None
+        self.dead.set()
 
-    async def _wait_end(self, seconds: float) -> None:
-        clock = asyncio.get_running_loop()
-        deadline = clock.time() + seconds
-        while self._process.is_alive() and clock.time() < deadline:
-            await asyncio.sleep(0.01)
+    async def drain(self, seconds: float) -> None:
+        """Takes nothing new, and waits until what is in flight has ended, at most so long."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+
+    async def close(self) -> None:
+        """Aborts what is in flight, stops the process, and leaves nothing behind."""
+        self._closing = True
+        if self.death is None:
+            self._link.send(Stop())
+            await asyncio.wait({self._reader}, timeout=STOP_SECONDS)
+        self._watcher.cancel()
+        await self._link.close()
+        await asyncio.wait({self._reader, self._watcher})
+
+
+async def _loaded(link: EngineLink) -> EngineFacts:
+    """What the process says when it has loaded."""
+    message = await link.receive()
+    match message:
+        case Ready(facts):
+            return facts
+        case Fatal(text, usage):
+            raise (UsageError if usage else EngineDead)(text)
+        case _:
+            raise EngineDead(await link.ending())

@@ -97,7 +97,7 @@ class EngineCore:
         Raises `UsageError` for whatever was asked and cannot be had.
         """
         began = time.monotonic()
-        path = resolve_model(config.model.model)
+        path = resolve_model(config.model.model, config.model.revision)
         checkpoint = open_checkpoint(path)
         resolved = resolve(config, model_facts(checkpoint), read_machine())
         tokenizer = with_template(checkpoint.tokenizer(), config)

@@ -15,6 +15,9 @@ from drumline.core.errors import UsageError
 from drumline.core.params import SamplingParams
 from drumline.engine.intake import Intake, IntakeLimits
 from drumline.models.config import SamplingDefaults
+from drumline.models.gguf_file import read_gguf
+from drumline.models.gguf_tokenizer import gguf_tokenizer
+from drumline.models.hub_tokenizer import hub_tokenizer
 from drumline.models.tokenizer import Tokenizer
 
 
@@ -61,6 +64,7 @@ def gather_facts(
             max_logprobs=vocab if asked_logprobs == -1 else asked_logprobs,
             kv_token_capacity=resolved.num_kv_blocks * resolved.block_size,
             eos_token_ids=eos_token_ids,
+            samples_max=config.server.max_num_queued_reqs + config.scheduler.max_num_seqs,
         ),
         defaults=sampling_defaults(config, suggested),
         seed=config.model.seed,
@@ -78,6 +82,13 @@ def sampling_defaults(config: EngineConfig, suggested: SamplingDefaults) -> dict
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     values = {name: getattr(suggested, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def open_tokenizer(path: Path, config: EngineConfig) -> Tokenizer:
+    """The tokenizer of a local checkpoint alone, for a process that holds no weights."""
+    if path.is_dir():
+        return with_template(hub_tokenizer(path), config)
+    return with_template(gguf_tokenizer(path, read_gguf(path).metadata), config)
 
 
 def with_template(tokenizer: Tokenizer, config: EngineConfig) -> Tokenizer:

@@ -28,6 +28,11 @@ class IntakeLimits:
     max_logprobs: int
     kv_token_capacity: int
     eos_token_ids: tuple[int, ...]
+    samples_max: int  # that may run and wait at once
+
+
+# No token of any vocabulary spells more than this, so a longer text is refused unread.
+CHARACTERS_PER_TOKEN_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +44,34 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
-        given = [
-            name for name in ("text", "token_ids", "messages") if getattr(self, name) is not None
-        ]
+        names = {"text": "prompt", "token_ids": "prompt_token_ids", "messages": "messages"}
+        given = [name for field, name in names.items() if getattr(self, field) is not None]
         if len(given) != 1:
             raise RequestError(
                 f"exactly one of prompt, prompt_token_ids and messages is needed, got "
                 f"{' and '.join(given) or 'none'}",
                 param="prompt",
             )
+
+    @property
+    def param(self) -> str:
+        """The name a user knows it by."""
+        if self.messages is not None:
+            return "messages"
+        return "prompt" if self.text is not None else "prompt_token_ids"
+
+    @property
+    def character_count(self) -> int:
+        """Of everything that becomes text; 0 for token ids."""
+        return len(self.text or "") + _characters(self.messages or ())
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return _characters(tuple(value.values()))
+    return sum(_characters(item) for item in value) if isinstance(value, list | tuple) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +114,18 @@ class Intake:
         request_id: str | None = None,
         priority: int = 0,
         exact_max_tokens: bool = False,
+        token_ids: tuple[int, ...] | None = None,
     ) -> Submission:
         """``exact_max_tokens``: a max_tokens that max_model_len would cut short is refused, as
-        servers do it; else the output ends with ``length`` at max_model_len.
+        servers do it; else the output ends with ``length`` at max_model_len. ``token_ids`` is
+        what `encode` gave for the prompt, where that was done before.
 
         Raises `RequestError` or `PromptTooLong`; then nothing has changed.
         """
-        ids = self._token_ids(prompt)
         self._check_params(params)
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**63:
+            raise RequestError(f"{priority!r:.60} is not a 64-bit integer", param="priority")
+        ids = self.encode(prompt) if token_ids is None else token_ids
         max_tokens = self._max_tokens(ids, params, exact_max_tokens)
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -123,29 +151,40 @@ class Intake:
         self._numbers += params.n
         return Submission(request_id=request_id, prompt=prompt.text, requests=requests)
 
-    def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if prompt.text is not None:
-            ids = tuple(self.tokenizer.encode(prompt.text))
-        elif prompt.messages is not None:
-            ids = tuple(self.tokenizer.encode_chat(prompt.messages))
-        else:
-            assert prompt.token_ids is not None
-            ids = prompt.token_ids
-            self._check_ids(ids, "prompt_token_ids")
-        if not ids:
-            raise RequestError("the prompt has no tokens", param="prompt")
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt's token ids, checked. Changes nothing; any thread may call it."""
         limit = self.limits.max_model_len
+        if prompt.character_count > limit * CHARACTERS_PER_TOKEN_MAX:
+            raise PromptTooLong(
+                f"{prompt.character_count} characters cannot fit max_model_len={limit} tokens",
+                param=prompt.param,
+            )
+        ids = self._token_ids(prompt)
+        if not ids:
+            raise RequestError("the prompt has no tokens", param=prompt.param)
         if len(ids) >= limit:
             raise PromptTooLong(
                 f"{len(ids)} tokens leave no room for output under max_model_len={limit}",
-                param="prompt",
+                param=prompt.param,
             )
         return ids
+
+    def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if prompt.token_ids is not None:
+            self._check_ids(prompt.token_ids, prompt.param)
+            return prompt.token_ids
+        try:
+            if prompt.text is not None:
+                return tuple(self.tokenizer.encode(prompt.text))
+            assert prompt.messages is not None
+            return tuple(self.tokenizer.encode_chat(prompt.messages))
+        except RequestError as error:
+            raise RequestError(error.problem, param=prompt.param) from None
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(f"{token!r} is not a token id", param=param)
+                raise RequestError(f"{token!r:.60} is not a token id", param=param)
             if not 0 <= token < self.limits.vocab_size:
                 raise RequestError(
                     f"token id {token} is outside the vocabulary of {self.limits.vocab_size}",
@@ -160,6 +199,13 @@ class Intake:
                 raise RequestError(
                     f"{asked} is more than max_logprobs={self.limits.max_logprobs}", param=name
                 )
+        if params.n > self.limits.samples_max:
+            problem = f"{params.n} samples are more than the engine holds: "
+            raise RequestError(problem + str(self.limits.samples_max), param="n")
+        for name in ("stop", "bad_words"):
+            for text in getattr(params, name):
+                if not _is_unicode(text):
+                    raise RequestError(f"{text!r:.60} has lone surrogates", param=name)
         self._check_ids(params.stop_token_ids, "stop_token_ids")
         self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
         self._check_ids(tuple(params.logit_bias), "logit_bias")
@@ -199,3 +245,11 @@ class Intake:
         if self._seed is not None:
             return derive_seed("engine seed", self._seed, arrival)
         return derive_seed("engine entropy", self._entropy, request_id)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from drumline.config import EngineConfig
-from drumline.core.errors import EngineError, RequestError
+from drumline.core.errors import ConfigError, EngineError, Refused, RequestError
 from drumline.core.params import SamplingParams
 from drumline.engine.core import EngineCore
 from drumline.engine.facts import make_intake
 from drumline.engine.intake import Prompt, Submission
 from drumline.engine.outputs import OutputDelta, RequestOutput, RequestRecord
+from drumline.models.tokenizer import Tokenizer
 
 PromptLike = str | Prompt | Mapping[str, Any] | Sequence[int]
 
@@ -23,8 +26,8 @@ PromptLike = str | Prompt | Mapping[str, Any] | Sequence[int]
 class Interrupt:
     """Turns Ctrl-C into a flag while the engine steps, so that no step is cut in half.
 
-    The second Ctrl-C is not held back. Only the main thread gets signals; elsewhere nothing is
-    changed.
+    The second Ctrl-C is not held back. Only Python's main thread gets signals; elsewhere, or under
+    a handler that is not Python's, nothing is changed.
     """
 
     def __init__(self) -> None:
@@ -32,10 +35,10 @@ class Interrupt:
 
     @contextmanager
     def deferred(self) -> Iterator[Interrupt]:
-        if threading.current_thread() is not threading.main_thread():
+        before = signal.getsignal(signal.SIGINT)
+        if before is None or threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = signal.getsignal(signal.SIGINT)
 
         def note(signum: int, frame: FrameType | None) -> None:
             self.raised = True
@@ -59,6 +62,9 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+        for name in settings:
+            if name in EngineConfig.server_fields():
+                raise ConfigError(name, settings[name], "is the server's; LLM has none")
         self._start(EngineConfig.from_kwargs(model=model, **settings))
 
     @classmethod
@@ -70,9 +76,10 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         self.core = EngineCore.load(config)
         self.intake = make_intake(self.core.facts, self.core.tokenizer)
+        self._busy = threading.Lock()
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         return self.core.tokenizer
 
     def default_params(self) -> SamplingParams:
@@ -93,8 +100,9 @@ class LLM:
         submissions = self.submissions(_as_list(prompts), sampling_params, priority)
         records = [RequestRecord.of(submission) for submission in submissions]
         interrupt = Interrupt()
-        for index, delta in self.run(submissions, interrupt):
-            records[index].add(delta)
+        with closing(self.run(submissions, interrupt)) as deltas:
+            for index, delta in deltas:
+                records[index].add(delta)
         if interrupt.raised:
             raise KeyboardInterrupt
         return [record.output() for record in records]
@@ -114,45 +122,53 @@ class LLM:
 
     def run(
         self, submissions: Sequence[Submission], interrupt: Interrupt
-    ) -> Iterator[tuple[int, OutputDelta]]:
+    ) -> Generator[tuple[int, OutputDelta], None, None]:
         """Feeds submissions as the queue has room and yields (index, delta) as steps bring them.
 
-        After an interrupt, or if the caller stops iterating, everything is aborted; each sample
-        that was submitted still gets its last delta in the first case.
+        After an interrupt everything is aborted, and each sample that was submitted still gets its
+        last delta. Close the iterator if you leave it early: then nothing is left behind. Raises
+        `Refused` while another call runs, `EngineError` after the last deltas of an engine that
+        broke.
         """
-        owner: dict[int, int] = {}
-        waiting = list(enumerate(submissions))[::-1]
-        with interrupt.deferred():
-            try:
-                while waiting or self.core.has_work:
-                    if interrupt.raised:
-                        waiting.clear()
-                        self.core.cancel_all()
-                    while waiting and self._fits(waiting[-1][1]):
-                        index, submission = waiting.pop()
-                        self.core.submit(submission.requests)
-                        owner |= {request.number: index for request in submission.requests}
-                    try:
-                        deltas = self.core.step()
-                    except EngineError:
-                        for delta in self.core.take_deltas():
-                            yield owner[delta.number], delta
-                        raise
-                    for delta in deltas:
-                        yield owner[delta.number], delta
-            finally:
-                self._abandon()
+        if not self._busy.acquire(blocking=False):
+            raise Refused("this LLM is busy: one call at a time")
+        try:
+            with interrupt.deferred():
+                yield from self._drive(submissions, interrupt)
+        finally:
+            self._abandon()
+            self._busy.release()
 
-    def _fits(self, submission: Submission) -> bool:
-        """A submission larger than the whole queue is tried when the engine is empty, and then
-        refused by name."""
-        return len(submission.requests) <= self.core.room or not self.core.has_work
+    def _drive(
+        self, submissions: Sequence[Submission], interrupt: Interrupt
+    ) -> Iterator[tuple[int, OutputDelta]]:
+        owner: dict[int, int] = {}
+        waiting = deque(enumerate(submissions))
+        told = False
+        while waiting or self.core.has_work:
+            if interrupt.raised and not told:
+                told = True
+                waiting.clear()
+                self.core.cancel_all()
+            while waiting and len(waiting[0][1].requests) <= self.core.room:
+                index, submission = waiting.popleft()
+                self.core.submit(submission.requests)
+                owner |= {request.number: index for request in submission.requests}
+            try:
+                deltas = self.core.step()
+            except EngineError:
+                for delta in self.core.take_deltas():
+                    yield owner[delta.number], delta
+                raise
+            for delta in deltas:
+                yield owner[delta.number], delta
 
     def _abandon(self) -> None:
         """Leaves no request behind, whatever ended the loop."""
         self.core.cancel_all()
-        while self.core.has_work:
-            self.core.step()
+        with suppress(EngineError):
+            while self.core.has_work:
+                self.core.step()
 
     def submissions(
         self,
@@ -164,6 +180,9 @@ class LLM:
         if params is None:
             params = self.default_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        for own in each:
+            if not isinstance(own, SamplingParams):
+                raise RequestError(f"{own!r:.60} is no SamplingParams", param="sampling_params")
         ranks = [0] * len(prompts) if priority is None else list(priority)
         if not len(prompts) == len(each) == len(ranks):
             raise RequestError(
@@ -184,18 +203,33 @@ def as_prompt(value: PromptLike) -> Prompt:
     if isinstance(value, str):
         return Prompt(text=value)
     if isinstance(value, Mapping):
-        names = {"prompt": "text", "prompt_token_ids": "token_ids", "messages": "messages"}
+        names = ("prompt", "prompt_token_ids", "messages")
         for name in value:
             if name not in names:
                 raise RequestError(f"unknown field; a prompt has {', '.join(names)}", param=name)
-        given = {names[k]: v if k == "prompt" else tuple(v) for k, v in value.items()}
-        return Prompt(**given)
-    return Prompt(token_ids=tuple(value))
+        ids, messages = value.get("prompt_token_ids"), value.get("messages")
+        return Prompt(
+            text=value.get("prompt"),
+            token_ids=None if ids is None else _token_ids(ids),
+            messages=None if messages is None else tuple(messages),
+        )
+    return Prompt(token_ids=_token_ids(value))
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """Integers of any library; booleans are left for intake to refuse."""
+    try:
+        return tuple(item if isinstance(item, bool) else operator.index(item) for item in value)
+    except TypeError:
+        problem = f"{value!r:.60} is neither a text, nor token ids, nor a mapping"
+        raise RequestError(problem, param="prompt") from None
 
 
 def _as_list(prompts: PromptLike | Sequence[PromptLike]) -> Sequence[PromptLike]:
     if isinstance(prompts, str | Prompt | Mapping):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"{prompts!r:.60} is no list of prompts", param="prompts")
+    if len(prompts) > 0 and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import msgspec
 
+from drumline.config import EngineConfig
 from drumline.core.request import Request
 from drumline.engine.facts import EngineFacts
 from drumline.engine.outputs import OutputDelta
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what to load."""
+
+    config: EngineConfig
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -28,13 +35,9 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Answered between two steps: proof that the loop moves."""
 
-    token: int
-
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Leave: with ``drain`` after what is in flight has ended, else aborting it at once."""
-
-    drain: bool
+    """Leave: what is in flight ends with ``abort``, and is told so first."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -59,9 +62,8 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """The loop's answer: its step number and what it holds."""
+    """The loop's answer: steps so far and what it holds."""
 
-    token: int
     step: int
     running: int
     waiting: int
@@ -75,7 +77,7 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     usage: bool
 
 
-ToEngine = Submit | Cancel | Ping | Stop
+ToEngine = Start | Submit | Cancel | Ping | Stop
 FromEngine = Ready | Deltas | Refusal | Pong | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
@@ -87,7 +89,7 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_to_engine(data: bytes) -> ToEngine:
+def decode_to_engine(data: bytes | bytearray) -> ToEngine:
     decoded: ToEngine = _to_engine.decode(data)
     return decoded
 

@@ -130,8 +130,12 @@ class RequestRecord:
             params.prompt_logprobs is not None,
         )
 
+    def sample(self, number: int) -> SampleRecord:
+        """By the number of its request; a submission's numbers are consecutive."""
+        return self.samples[number - self.samples[0].number]
+
     def add(self, delta: OutputDelta) -> None:
-        self.samples[delta.number - self.samples[0].number].add(delta)
+        self.sample(delta.number).add(delta)
 
     @property
     def finished(self) -> bool:
