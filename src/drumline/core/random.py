@@ -6,7 +6,12 @@ any batch, and gives the same integers. This is the scalar form in plain integer
 holds the tensor twin. Nothing here knows what a draw is used for beyond its `Purpose`.
 
     key      (low, high) 32 bits each: the request's seed
-    counter  (token block, position, sample index, purpose) 32 bits each
+    counter  (token block, position, sample index, purpose + 256 * ahead) 32 bits each
+
+``ahead`` is 0 but for draws whose outcome can matter to a token before their own position, and
+which must not come again when that position is reached: block verification looks at all drafts
+and all acceptance draws of a window to place its first token. There it is the distance from the
+window's start, which makes the draws of overlapping windows independent.
 """
 
 from __future__ import annotations
@@ -48,10 +53,18 @@ def seed_key(seed: int) -> tuple[int, int]:
     return seed & MASK, seed >> 32
 
 
-def uniform_bits(seed: int, sample: int, position: int, purpose: Purpose, token: int = 0) -> int:
+def purpose_word(purpose: Purpose, ahead: int = 0) -> int:
+    """The counter's last word."""
+    assert 0 <= ahead < 1 << 24, "the distance has 24 bits"
+    return int(purpose) | ahead << 8
+
+
+def uniform_bits(
+    seed: int, sample: int, position: int, purpose: Purpose, token: int = 0, ahead: int = 0
+) -> int:
     """The 32 random bits that belong to one token id at one position of one sample."""
-    lanes = philox((token // 4, position, sample, int(purpose)), seed_key(seed))
-    return lanes[token % 4]
+    counter = (token // 4, position, sample, purpose_word(purpose, ahead))
+    return philox(counter, seed_key(seed))[token % 4]
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -20,9 +20,11 @@ from drumline.sampling.history import SamplingRow
 from drumline.sampling.noise import (
     GUMBEL_MAX,
     GUMBEL_MIN,
+    TokenTable,
     Words,
     chosen_bits,
     gumbel_from_bits,
+    table_bits,
     token_bits,
 )
 
@@ -38,12 +40,17 @@ _DEEP = 8.0  # tokens below this need noise that one draw in thousands has
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A row that waits for its noise. ``kept`` ids are ascending; None keeps every token."""
+    """A row that waits for its noise.
 
-    index: int
+    ``scaled`` stands over places: token ids, or under a ``table`` the ids it holds, in its order.
+    ``kept`` places are ascending; None keeps every place. ``purpose`` is a counter word.
+    """
+
     row: SamplingRow
     scaled: Scaled
     kept: Ids | None
+    purpose: int = Purpose.TARGET
+    table: TokenTable | None = None
 
     @property
     def processed(self) -> Scaled:
@@ -55,46 +62,50 @@ class Draw:
         return masked
 
     def bits(self) -> Words:
-        """The bits of the whole vocabulary."""
-        request = self.row.request
+        """The bits of every place."""
+        request, position = self.row.request, self.row.position
+        if self.table is not None:
+            return table_bits(
+                request.seed, request.sample_index, position, self.purpose, self.table
+            )
         return token_bits(
-            request.seed,
-            request.sample_index,
-            self.row.position,
-            Purpose.TARGET,
-            len(self.scaled),
+            request.seed, request.sample_index, position, self.purpose, len(self.scaled)
         )
+
+    def ids(self, places: Ids) -> Ids:
+        """The token ids of some places."""
+        return places if self.table is None else self.table.ids[places]
 
 
 def draw_tokens(draws: Sequence[Draw]) -> list[int]:
-    """The target's token of each draw. Rows with few candidates share one pass of Philox."""
+    """The place of each draw's token. Rows with few candidates share one pass of Philox."""
     tokens = [-1] * len(draws)
     few: list[tuple[int, Ids]] = []
-    for place, draw in enumerate(draws):
-        ids = _candidates(draw)
-        if ids is None:
-            tokens[place] = _from_all(draw.scaled, draw.bits())
-        elif len(ids) == 1:
-            tokens[place] = int(ids[0])
-        elif len(ids) > _few(len(draw.scaled)):
-            tokens[place] = _winner(draw.scaled, ids, draw.bits()[ids])[0]
+    for index, draw in enumerate(draws):
+        places = _candidates(draw)
+        if places is None:
+            tokens[index] = _from_all(draw.scaled, draw.bits())
+        elif len(places) == 1:
+            tokens[index] = int(places[0])
+        elif len(places) > _few(len(draw.scaled)):
+            tokens[index] = _winner(draw.scaled, places, draw.bits()[places])[0]
         else:
-            few.append((place, ids))
-    rows = [draws[place].row for place, _ in few]
+            few.append((index, places))
+    rows = [draws[index].row for index, _ in few]
     bits = chosen_bits(
         [row.request.seed for row in rows],
         [row.request.sample_index for row in rows],
         [row.position for row in rows],
-        Purpose.TARGET,
-        [ids for _, ids in few],
+        [draws[index].purpose for index, _ in few],
+        [draws[index].ids(places) for index, places in few],
     )
-    for (place, ids), words in zip(few, bits, strict=True):
-        tokens[place] = _winner(draws[place].scaled, ids, words)[0]
+    for (index, places), words in zip(few, bits, strict=True):
+        tokens[index] = _winner(draws[index].scaled, places, words)[0]
     return tokens
 
 
 def _candidates(draw: Draw) -> Ids | None:
-    """The tokens that can win at all, ascending; None where that is a large part of them all."""
+    """The places that can win at all, ascending; None where that is a large part of them all."""
     if draw.kept is not None:
         return draw.kept[draw.scaled[draw.kept] >= -_REACH]
     reachable = draw.scaled >= -_REACH

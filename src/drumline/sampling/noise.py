@@ -11,6 +11,7 @@ v % 4 of counter block v // 4. Knows seeds, positions and token ids; no logits a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -56,34 +57,60 @@ def philox_words(
     return scratch[:LANES]
 
 
-def token_bits(seed: int, sample: int, position: int, purpose: Purpose, vocab: int) -> Words:
+@dataclass(frozen=True, slots=True)
+class TokenTable:
+    """Some token ids, ascending, and where their bits are found among those of their blocks."""
+
+    ids: NDArray[np.int64]  # [n]
+    blocks: Words  # [m], the counter blocks that hold them
+    places: NDArray[np.int64]  # [n], into the flattened ``[m, 4]``
+
+    @staticmethod
+    def of(ids: NDArray[np.int64]) -> TokenTable:
+        blocks, inverse = np.unique(ids // LANES, return_inverse=True)
+        return TokenTable(ids, blocks.astype(np.uint64), inverse * LANES + ids % LANES)
+
+
+def token_bits(seed: int, sample: int, position: int, purpose: int, vocab: int) -> Words:
     """The 32 random bits of every token id at one position: ``[vocab]``."""
     blocks = np.arange(-(-vocab // LANES), dtype=np.uint64)
-    counter = (blocks, _word(position), _word(sample), int(purpose))
+    counter = (blocks, _word(position), _word(sample), _word(purpose))
     lanes = philox_words(counter, seed_key(seed), len(blocks))
     return lanes.T.reshape(-1)[:vocab]
+
+
+def table_bits(seed: int, sample: int, position: int, purpose: int, table: TokenTable) -> Words:
+    """The bits of a table's token ids: ``[len(table.ids)]``."""
+    counter = (table.blocks, _word(position), _word(sample), _word(purpose))
+    lanes = philox_words(counter, seed_key(seed), len(table.blocks))
+    return lanes.T.reshape(-1)[table.places]
 
 
 def chosen_bits(
     seeds: Sequence[int],
     samples: Sequence[int],
     positions: Sequence[int],
-    purpose: Purpose,
+    purposes: int | Sequence[int],
     ids: Sequence[NDArray[np.int64]],
 ) -> list[Words]:
-    """The bits of some token ids per row, all rows in one pass: one ``[len(ids[r])]`` per row."""
+    """The bits of some token ids per row, all rows in one pass: one ``[len(ids[r])]`` per row.
+
+    ``purposes`` here and elsewhere: `Purpose`, or a word of `core.random.purpose_word`; one for
+    all rows, or one each.
+    """
     if not ids:
         return []
     counts = [len(chosen) for chosen in ids]
     keys = np.array([seed_key(seed) for seed in seeds], dtype=np.uint64).reshape(-1, 2)
     spread = np.repeat(np.arange(len(ids)), counts)
     tokens = np.concatenate(ids).astype(np.uint64)
+    words = np.broadcast_to(np.asarray(purposes, dtype=np.uint64), len(ids))
     lanes = philox_words(
         (
             tokens >> np.uint64(2),
             np.array([_word(position) for position in positions], dtype=np.uint64)[spread],
             np.array([_word(sample) for sample in samples], dtype=np.uint64)[spread],
-            int(purpose),
+            words[spread],
         ),
         (keys[spread, 0], keys[spread, 1]),
         len(tokens),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from drumline.core.request import PositionLogprobs, Request
+from drumline.core.request import PositionLogprobs
 from drumline.sampling.draw import Draw, draw_tokens
 from drumline.sampling.history import SamplingRow, SamplingState
 from drumline.sampling.logprobs import position_logprobs
@@ -41,6 +41,29 @@ class SampledToken:
     logprobs: PositionLogprobs | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the target has to say at one position. ``draw`` is None for a greedy request, whose
+    token is ``top``."""
+
+    row: SamplingRow
+    raw: Logits
+    edited: Logits
+    top: int
+    draw: Draw | None
+
+    @property
+    def processed(self) -> Values:
+        """The logits that the token is drawn from: ``[vocab]``."""
+        return self.edited if self.draw is None else self.draw.processed
+
+
+def target_tokens(targets: Sequence[Target]) -> list[int]:
+    """The target's own token at each position."""
+    drawn = iter(draw_tokens([target.draw for target in targets if target.draw is not None]))
+    return [target.top if target.draw is None else next(drawn) for target in targets]
+
+
 class Sampler:
     """Turns rows of logits into tokens, each row by itself."""
 
@@ -56,47 +79,44 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
         """``[rows, vocab]`` → one token per row. ``logits`` is only read."""
-        table = self._table(logits, len(rows))
-        sampled: list[SampledToken | None] = [None] * len(rows)
-        draws = []
-        for index, row in enumerate(rows):
-            edited = edit(table[index], row, self.state)
-            token, maximum = top_value(edited, row)
-            params = row.request.params
-            if params.greedy:
-                logprobs = self._logprobs(table[index], edited, row.request, token)
-                sampled[index] = SampledToken(token, logprobs)
-            else:
-                scaled = scale(edited, maximum, params.temperature)
-                draws.append(Draw(index, row, scaled, truncate(edited, scaled, params)))
-        for draw, token in zip(draws, draw_tokens(draws), strict=True):
-            logprobs = self._logprobs(table[draw.index], draw.processed, draw.row.request, token)
-            sampled[draw.index] = SampledToken(token, logprobs)
-        return [token for token in sampled if token is not None]
+        table = self.host(logits, len(rows))
+        targets = [self.target(raw, row) for raw, row in zip(table, rows, strict=True)]
+        tokens = target_tokens(targets)
+        return [self.report(target, token) for target, token in zip(targets, tokens, strict=True)]
 
-    def prompt_logprobs(
-        self, logits: torch.Tensor, next_ids: Sequence[int], wanted: int
-    ) -> list[PositionLogprobs]:
-        """Reports the prompt's own tokens: row i of ``[rows, vocab]`` is of the position before
-        ``next_ids[i]``. Always of the model's own logits; parameters do not act on a prompt."""
-        table = self._table(logits, len(next_ids))
-        return [
-            position_logprobs(row, float(row.max()), token, wanted)
-            for row, token in zip(table, next_ids, strict=True)
-        ]
-
-    def _table(self, logits: torch.Tensor, count: int) -> Logits:
+    def host(self, logits: torch.Tensor, count: int) -> Logits:
         """The logits on the host, each row contiguous; no copy where they are so already."""
         assert logits.shape == (count, self.vocab_size), "one row of logits per row to sample"
         assert logits.dtype == torch.float32, "logits are float32"
         table: Logits = logits.detach().cpu().contiguous().numpy()
         return table
 
-    def _logprobs(
-        self, raw: Logits, processed: Values, request: Request, token: int
-    ) -> PositionLogprobs | None:
-        wanted = request.params.logprobs
+    def target(self, raw: Logits, row: SamplingRow) -> Target:
+        """What the request makes of one row of logits ``[vocab]``; raises `EngineError` if they
+        are no numbers."""
+        edited = edit(raw, row, self.state)
+        top, maximum = top_value(edited, row)
+        params = row.request.params
+        if params.greedy:
+            return Target(row, raw, edited, top, None)
+        scaled = scale(edited, maximum, params.temperature)
+        return Target(row, raw, edited, top, Draw(row, scaled, truncate(edited, scaled, params)))
+
+    def report(self, target: Target, token: int) -> SampledToken:
+        """A token that stands at the target's position, with what its request wants to know."""
+        wanted = target.row.request.params.logprobs
         if wanted is None:
-            return None
-        values = raw if self.logprobs_mode is LogprobsMode.RAW else processed
-        return position_logprobs(values, float(values.max()), token, wanted)
+            return SampledToken(token)
+        values = target.raw if self.logprobs_mode is LogprobsMode.RAW else target.processed
+        return SampledToken(token, position_logprobs(values, float(values.max()), token, wanted))
+
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_ids: Sequence[int], wanted: int
+    ) -> list[PositionLogprobs]:
+        """Reports the prompt's own tokens: row i of ``[rows, vocab]`` is of the position before
+        ``next_ids[i]``. Always of the model's own logits; parameters do not act on a prompt."""
+        table = self.host(logits, len(next_ids))
+        return [
+            position_logprobs(row, float(row.max()), token, wanted)
+            for row, token in zip(table, next_ids, strict=True)
+        ]

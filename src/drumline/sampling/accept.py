@@ -1,0 +1,128 @@
+"""Which drafts stand, and the tokens that come of them.
+
+    drafts              draft 1 | draft 2 | draft 3
+    tokens              draft 1 | other                        corrected: draft 2 does not stand
+    tokens              draft 1 | draft 2 | draft 3 | bonus    every draft stands
+
+    match     the target's own token at each position, up to and with the first that is not the
+              draft: what comes out does not depend on drafts at all (promise P1)
+    standard  rejection sampling, token by token
+    block     block verification, the window as a whole
+
+All three give the target's processed distribution, with the history each position really has;
+for a greedy request, whose distribution is a point, the three are one. Positions are looked at
+from the front and no further than needed. Knows neither how drafts were made nor what becomes of
+the tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drumline.sampling.draw import draw_tokens
+from drumline.sampling.rules import Standing, block, standard
+from drumline.sampling.sampler import SampledToken, Sampler, target_tokens
+from drumline.sampling.window import Window, WindowLogits
+
+_RULES = {"standard": standard, "block": block}
+
+
+class AcceptMethod(enum.StrEnum):
+    """The values of ``rejection_sample_method``."""
+
+    MATCH = "match"
+    STANDARD = "standard"
+    BLOCK = "block"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a window yields: its first ``draft_count`` tokens are drafts that stand, and one more
+    follows, unless the window was cut short. With an error there is no token: the request cannot
+    go on, its neighbours can."""
+
+    tokens: tuple[SampledToken, ...]
+    draft_count: int
+    error: str | None = None
+
+
+class Verifier:
+    """Accepts drafts by one method. Uses the sampler's history, noise and log-probabilities."""
+
+    def __init__(self, sampler: Sampler, method: AcceptMethod | str = AcceptMethod.MATCH) -> None:
+        self.sampler = sampler
+        self.method = AcceptMethod(method)
+
+    def verify(self, logits: torch.Tensor, windows: Sequence[Window]) -> list[Accepted]:
+        """``[sum of widths, vocab]`` float32, the windows one after another → one entry each.
+
+        Every token carries the log-probabilities that its request asks for, as the same token
+        would without speculation. A position without finite logits ends its window; if it is the
+        first, the entry is an error. ``logits`` is only read.
+        """
+        table = self.sampler.host(logits, sum(window.width for window in windows))
+        views: list[WindowLogits] = []
+        start = 0
+        for window in windows:
+            views.append(WindowLogits(self.sampler, window, table[start : start + window.width]))
+            start += window.width
+        accepted: list[Accepted | None] = [None] * len(views)
+        matched = [at for at, window in enumerate(windows) if self._matches(window)]
+        tested = [at for at, window in enumerate(windows) if not self._matches(window)]
+        for places, judge in ((matched, self._match), (tested, self._test)):
+            for at, entry in zip(places, judge([views[at] for at in places]), strict=True):
+                accepted[at] = entry
+        return [entry for entry in accepted if entry is not None]
+
+    def _matches(self, window: Window) -> bool:
+        return self.method is AcceptMethod.MATCH or window.request.params.greedy
+
+    def _match(self, views: Sequence[WindowLogits]) -> list[Accepted]:
+        """All windows together, position by position: a window leaves where it differs."""
+        tokens: list[list[SampledToken]] = [[] for _ in views]
+        counts = [0] * len(views)
+        alive = list(range(len(views)))
+        ahead = 0
+        while alive:
+            asked = [(at, views[at].target(ahead)) for at in alive]
+            ready = [(at, target) for at, target in asked if target is not None]
+            alive = []
+            drawn = target_tokens([target for _, target in ready])
+            for (at, target), token in zip(ready, drawn, strict=True):
+                tokens[at].append(self.sampler.report(target, token))
+                if views[at].window.drafts[ahead : ahead + 1] == (token,):
+                    counts[at] += 1
+                    alive.append(at)
+            ahead += 1
+        return [
+            _accepted(view.window, row, count)
+            for view, row, count in zip(views, tokens, counts, strict=True)
+        ]
+
+    def _test(self, views: Sequence[WindowLogits]) -> list[Accepted]:
+        """By the method's rule, window by window; the last tokens are drawn in one go."""
+        rule = _RULES[self.method]
+        results: list[Standing] = [rule(view) for view in views]
+        drawn = iter(draw_tokens([one.last for one in results if one.last is not None]))
+        accepted = []
+        for view, one in zip(views, results, strict=True):
+            ids = view.window.drafts[: one.draft_count]
+            if one.last is not None:
+                ids = (*ids, next(drawn))
+            tokens = [
+                self.sampler.report(target, token)
+                for target, token in zip(one.targets, ids, strict=True)
+            ]
+            accepted.append(_accepted(view.window, tokens, one.draft_count))
+        return accepted
+
+
+def _accepted(window: Window, tokens: list[SampledToken], draft_count: int) -> Accepted:
+    if tokens:
+        return Accepted(tuple(tokens), draft_count)
+    position = len(window.committed)
+    return Accepted((), 0, f"the model's logits for position {position} are not finite numbers")
