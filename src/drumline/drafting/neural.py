@@ -1,0 +1,288 @@
+"""Passes of a drafter that has its own keys and values and learns from the target's taps.
+
+    entry at slot p + 1   made of (target's hidden at p, token at p + 1)      p = 0, 1, ...
+    pass 1                every entry that this step's committed tokens make possible
+    pass 2 .. k           entry at slot n + j: the drafter's own hidden and draft j
+
+Entries live in the target's own block ids, so prefix hits and preemption need no thought beyond
+one: slot 0 does not exist, and slot n - 1 may have no block yet. Its hidden row is then carried to
+the next step, which has one, so that no entry is ever missing. Entries of drafts are overwritten
+from the target's hidden states once those are known. A masked token stands alone at position 0,
+reads block 0 and writes nothing.
+
+The rope position of an entry is its slot, as speculators has it; where others count from 0, the
+difference to every key is the same, and rope knows only differences.
+
+`TapDrafter` knows slots, rows and passes; a `DraftNetwork` knows weights and no sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from drumline.core.traits import DrafterTraits
+from drumline.drafting.base import DrafterContext, DraftRow, PassLedger, Proposal
+from drumline.models.layers import KVSpec, ModelOutput
+from drumline.ops.base import KVCache, Ops, PagedBatch
+from drumline.sampling.draft import DraftSampler, DraftToken
+
+FIRST_KEY = 1  # slot 0 holds no entry
+
+
+class DraftNetwork(Protocol):
+    """Weights of one drafter. ``hidden`` is the width of what it feeds back to itself."""
+
+    taps: tuple[int, ...]
+    kv_spec: KVSpec
+    hidden_size: int
+
+    def read(self, output: ModelOutput, index: Tensor) -> Tensor:
+        """The target's rows ``index`` ``[entries]``, fused to ``[entries, hidden]``."""
+        ...
+
+    def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
+        """One pass: ``[tokens]`` ids and ``[tokens, hidden]`` → ``[tokens, hidden]``."""
+        ...
+
+    def feed_back(self, x: Tensor) -> Tensor:
+        """What `forward` gave, as the next pass takes it for hidden."""
+        ...
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """What `forward` gave ``[rows, hidden]`` → ``[rows, draft vocab]``."""
+        ...
+
+
+@dataclass(slots=True)
+class _Inputs:
+    """The tokens of one pass, as they are laid out."""
+
+    block_size: int
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    query_start: list[int] = field(default_factory=lambda: [0])
+    tables: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(self, token: int, slot: int, block_ids: tuple[int, ...]) -> int:
+        """One live token of the sequence being laid out; returns its index."""
+        assert slot < len(block_ids) * self.block_size, "an entry without a slot"
+        self.ids.append(token)
+        self.positions.append(slot)
+        self.slots.append(block_ids[slot // self.block_size] * self.block_size)
+        self.slots[-1] += slot % self.block_size
+        return len(self.ids) - 1
+
+    def close(self, block_ids: tuple[int, ...]) -> None:
+        """Ends a sequence, unless nothing was added."""
+        if self.query_start[-1] < len(self.ids):
+            self.query_start.append(len(self.ids))
+            self.tables.append(block_ids)
+
+    def mask(self, count: int) -> None:
+        """Tokens that write nothing and whose results nobody reads."""
+        for _ in range(count):
+            self.ids.append(0)
+            self.positions.append(0)
+            self.slots.append(-1)
+            self.close((0,))
+
+    def batch(self, device: torch.device) -> PagedBatch:
+        return PagedBatch(
+            positions=torch.tensor(self.positions, dtype=torch.int64, device=device),
+            slots=torch.tensor(self.slots, dtype=torch.int64, device=device),
+            query_start=tuple(self.query_start),
+            block_tables=tuple(self.tables),
+            first_key=FIRST_KEY,
+        )
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One row while it is drafted: its k, its drafts, and where its last entry is in the pass."""
+
+    row: DraftRow
+    k: int
+    at: int = -1
+    drafts: list[DraftToken] = field(default_factory=list)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(draft.token_id for draft in self.drafts)
+
+    def wants(self, index: int) -> bool:
+        """Whether pass ``index`` (from 0) has something to draft here: a row whose logits gave no
+        draft stops."""
+        return index < self.k and len(self.drafts) == index
+
+
+class TapDrafter:
+    """A `Drafter` around a `DraftNetwork`; what EAGLE, EAGLE-3 and MTP have in common."""
+
+    def __init__(
+        self, network: DraftNetwork, context: DrafterContext, sampler: DraftSampler, positions: int
+    ) -> None:
+        """``positions``: how many the network can take; its rope reaches exactly so far."""
+        self.network = network
+        self.ops: Ops = context.ops
+        self.ledger: PassLedger = context.ledger
+        self.sampler = sampler
+        self.positions_max = positions
+        self.padded = not context.speculative.disable_padded_drafter_batch
+        spec = network.kv_spec
+        self.cache = context.ops.allocate_kv(
+            spec.layers,
+            context.num_kv_blocks,
+            context.block_size,
+            spec.kv_heads,
+            spec.head_dim,
+            context.kv_cache_dtype,
+        )
+        self._traits = DrafterTraits(
+            method=context.speculative.method,
+            runs_forward=True,
+            stateful=True,
+            needs_taps=True,
+            catch_up=1,
+            positions_max=positions,
+        )
+        self._carried: dict[int, Tensor] = {}  # number → hidden row of the entry without a slot
+        self._filled: dict[int, int] = {}  # number → slots below this hold entries or are carried
+
+    @property
+    def traits(self) -> DrafterTraits:
+        return self._traits
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.network.taps
+
+    def propose(
+        self, rows: Sequence[DraftRow], output: ModelOutput | None, draft_k: int
+    ) -> Proposal:
+        lanes = [_Lane(row, self._room(row, draft_k)) for row in rows]
+        x = self._first_pass(lanes, output)
+        self._draw(lanes, x, 0)
+        for index in range(1, self.traits.passes(draft_k)):
+            x = self._next_pass(lanes, x, index)
+            self._draw(lanes, x, index)
+        return Proposal.of([lane.drafts for lane in lanes])
+
+    def forget(self, number: int) -> None:
+        self._carried.pop(number, None)
+        self._filled.pop(number, None)
+        self.sampler.forget(number)
+
+    def close(self) -> None:
+        self._carried.clear()
+
+    def _room(self, row: DraftRow, draft_k: int) -> int:
+        """Drafts this row gets: its own k, and no position beyond the drafter's range."""
+        return max(0, min(row.k, draft_k, self.positions_max - row.length))
+
+    # ---- passes --------------------------------------------------------------------------
+
+    def _first_pass(self, lanes: Sequence[_Lane], output: ModelOutput | None) -> Tensor:
+        """Entries of everything committed in this step; ``[tokens, hidden]``."""
+        inputs = _Inputs(self.cache.block_size)
+        sources: list[int] = []  # rows of the output; -1 - i is the i-th of `carried`
+        carried: list[Tensor] = []
+        carry: list[tuple[int, int]] = []  # (number, row of the output)
+        for lane in lanes:
+            row = lane.row
+            if row.fresh:
+                self._carried.pop(row.number, None)
+                self._filled[row.number] = row.start + 1
+            assert self._filled.get(row.number) == row.start + 1, "an entry would be missing"
+            waiting = self._carried.pop(row.number, None)
+            end = min(row.length, self.positions_max)
+            if waiting is not None and row.start < end:
+                inputs.add(row.committed[row.start], row.start, row.block_ids)
+                carried.append(waiting)
+                sources.append(-len(carried))
+            for slot in range(row.start + 1, end):
+                source = row.offset + slot - row.start - 1
+                if slot == row.length - 1 and slot >= len(row.block_ids) * inputs.block_size:
+                    assert lane.k == 0, "a row without a slot for its new token cannot draft"
+                    carry.append((row.number, source))
+                    continue
+                lane.at = inputs.add(row.committed[slot], slot, row.block_ids)
+                sources.append(source)
+            inputs.close(row.block_ids)
+            self._filled[row.number] = row.length
+        live = len(inputs.ids)
+        if self.padded:
+            inputs.mask(sum(max(0, lane.row.width - lane.row.count) for lane in lanes))
+        hidden = self._gather(output, sources, carried, carry)
+        return self._run(inputs, hidden, live)
+
+    def _gather(
+        self,
+        output: ModelOutput | None,
+        sources: Sequence[int],
+        carried: Sequence[Tensor],
+        carry: Sequence[tuple[int, int]],
+    ) -> Tensor:
+        """Hidden rows of the live entries ``[live, hidden]``; notes those that must wait."""
+        device = self.ops.device
+        picked = [source for source in sources if source >= 0]
+        wanted = picked + [source for _, source in carry]
+        fused = torch.zeros((0, self.network.hidden_size), device=device)
+        if wanted:
+            assert output is not None, "rows without the target's hidden states"
+            fused = self.network.read(output, torch.tensor(wanted, device=device))
+        for index, (number, _) in enumerate(carry):
+            self._carried[number] = fused[len(picked) + index].clone()
+        if not carried:
+            return fused[: len(picked)]
+        rows = iter(range(len(picked)))
+        table = torch.cat((fused, torch.stack(list(carried))))
+        order = [next(rows) if s >= 0 else len(wanted) - s - 1 for s in sources]
+        return table.index_select(0, torch.tensor(order, device=device))
+
+    def _next_pass(self, lanes: Sequence[_Lane], x: Tensor, index: int) -> Tensor:
+        """One token per row: its last draft, with the hidden that drafted it."""
+        inputs = _Inputs(self.cache.block_size)
+        picked: list[int] = []
+        for lane in lanes:
+            if not lane.wants(index):
+                continue
+            picked.append(lane.at)
+            slot = lane.row.length + index - 1
+            lane.at = inputs.add(lane.drafts[-1].token_id, slot, lane.row.block_ids)
+            inputs.close(lane.row.block_ids)
+        live = len(inputs.ids)
+        if self.padded:
+            inputs.mask(sum(lane.row.samples for lane in lanes) - live)
+        hidden = self.network.feed_back(x.index_select(0, self._index(picked)))
+        return self._run(inputs, hidden, live)
+
+    def _run(self, inputs: _Inputs, hidden: Tensor, live: int) -> Tensor:
+        """Issues the pass and computes it, with at least one token."""
+        self.ledger.issue(live)
+        inputs.mask(0 if inputs.ids else 1)
+        tokens = len(inputs.ids)
+        if tokens > live:
+            hidden = torch.cat((hidden, hidden.new_zeros((tokens - live, hidden.shape[1]))))
+        batch = self.ops.prepare(inputs.batch(self.ops.device), self.cache.block_size)
+        return self.network.forward(self._index(inputs.ids), hidden, batch, self.cache)
+
+    def _draw(self, lanes: Sequence[_Lane], x: Tensor, index: int) -> None:
+        """The drafts of pass ``index``, of rows that want one."""
+        wanting = [lane for lane in lanes if lane.wants(index)]
+        if not wanting:
+            return
+        last = x.index_select(0, self._index([lane.at for lane in wanting]))
+        logits = self.network.compute_logits(last)  # [rows, draft vocab]
+        windows = [lane.row.sampling_row(lane.ids) for lane in wanting]
+        for lane, draft in zip(wanting, self.sampler.draw(logits, windows), strict=True):
+            if draft is not None:
+                lane.drafts.append(draft)
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.ops.device)
