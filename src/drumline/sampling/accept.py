@@ -72,10 +72,11 @@ class Verifier:
             start += window.width
         accepted: list[Accepted | None] = [None] * len(views)
         matched = [at for at, window in enumerate(windows) if self._matches(window)]
-        tested = [at for at, window in enumerate(windows) if not self._matches(window)]
-        for places, judge in ((matched, self._match), (tested, self._test)):
-            for at, entry in zip(places, judge([views[at] for at in places]), strict=True):
-                accepted[at] = entry
+        for at, entry in zip(matched, self._match([views[at] for at in matched]), strict=True):
+            accepted[at] = entry
+        tested = [at for at, entry in enumerate(accepted) if entry is None]
+        for at, entry in zip(tested, self._test([views[at] for at in tested]), strict=True):
+            accepted[at] = entry
         return [entry for entry in accepted if entry is not None]
 
     def _matches(self, window: Window) -> bool:
@@ -105,8 +106,7 @@ class Verifier:
 
     def _test(self, views: Sequence[WindowLogits]) -> list[Accepted]:
         """By the method's rule, window by window; the last tokens are drawn in one go."""
-        rule = _RULES[self.method]
-        results: list[Standing] = [rule(view) for view in views]
+        results: list[Standing] = [_RULES[self.method](view) for view in views]
         drawn = iter(draw_tokens([one.last for one in results if one.last is not None]))
         accepted = []
         for view, one in zip(views, results, strict=True):
