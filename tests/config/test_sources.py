@@ -115,6 +115,7 @@ SAMPLES = {
     Kind.TEXTS: ("abc", ("abc",)),
     Kind.OBJECT: ('{"method": "ngram"}', '{"method":"ngram"}'),
 }
+SAMPLES_BY_NAME = {"spec_method": ("suffix", "suffix"), "spec_tokens": ("4", 4)}
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -125,16 +126,20 @@ def test_every_field_from_every_place(name: str, tmp_path: Path) -> None:
     else:
         choice = field.option.choices[-1:]
         text, value = (choice[0], choice[0]) if choice else SAMPLES[field.option.kind]
+        text, value = SAMPLES_BY_NAME.get(name, (text, value))
         args = [field.flag, text]
+    # A draft length alone says nothing about who drafts.
+    company = {"spec_method": "ngram"} if name == "spec_tokens" else {}
+    variables = {f"DRUMLINE_{key.upper()}": word for key, word in company.items()}
     file = tmp_path / "one.yaml"
     shown = f"'{text}'" if field.option.kind in (Kind.TEXT, Kind.OBJECT) else text
     file.write_text(f"{name.replace('_', '-')}: {shown}\n")
     for config in (
-        EngineConfig.from_sources(_parse(*args), {}),
-        EngineConfig.from_sources(_parse(args[0].replace("_", "-"), *args[1:]), {}),
-        EngineConfig.from_sources({}, {field.variable: text}),
-        EngineConfig.from_sources({}, {}, file),
-        EngineConfig.from_kwargs(**{name: value}),
+        EngineConfig.from_sources(_parse(*args), variables),
+        EngineConfig.from_sources(_parse(args[0].replace("_", "-"), *args[1:]), variables),
+        EngineConfig.from_sources({}, {field.variable: text, **variables}),
+        EngineConfig.from_sources({}, variables, file),
+        EngineConfig.from_kwargs(**{name: value}, **company),
     ):
         assert config.get(name) == value
     if field.option.short:

@@ -1,7 +1,7 @@
 """What was asked for, and what runs: configuration as frozen values.
 
     flags, variables, file ──► EngineConfig ──► resolve ──► Resolved, with reasons
-                                 ModelFacts ──►   ▲
+                    ModelFacts, DrafterFacts ──►   ▲
                                               MachineFacts
 
 Every field is declared once, in `parts`; everything else here is derived from that table. This
@@ -10,7 +10,9 @@ model and the machine come in as numbers.
 """
 
 from drumline.config.engine_config import EngineConfig
+from drumline.config.facts import DrafterFacts, ModelFacts
 from drumline.config.machine import MachineFacts, read_machine
+from drumline.config.notes import Adjustment, Choice
 from drumline.config.parts import (
     CacheConfig,
     ModelConfig,
@@ -18,22 +20,17 @@ from drumline.config.parts import (
     RuntimeConfig,
     SchedulerConfig,
     ServerConfig,
-    SpeculativeConfig,
+    SpeculativePart,
 )
-from drumline.config.resolve import (
-    Adjustment,
-    Choice,
-    ModelFacts,
-    Resolved,
-    config_digest,
-    resolve,
-    startup_table,
-)
+from drumline.config.report import config_digest, startup_table
+from drumline.config.resolve import Resolved, resolve
+from drumline.config.speculative import SpeculativeConfig
 
 __all__ = [
     "Adjustment",
     "CacheConfig",
     "Choice",
+    "DrafterFacts",
     "EngineConfig",
     "MachineFacts",
     "ModelConfig",
@@ -44,6 +41,7 @@ __all__ = [
     "SchedulerConfig",
     "ServerConfig",
     "SpeculativeConfig",
+    "SpeculativePart",
     "config_digest",
     "read_machine",
     "resolve",

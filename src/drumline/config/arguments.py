@@ -22,7 +22,7 @@ TITLES = {
     "cache": "KV cache",
     "scheduler": "scheduling",
     "parallel": "ranks (this release runs one)",
-    "speculative": "speculation (not in this release)",
+    "speculative": "speculation",
     "runtime": "running",
     "server": "server",
 }

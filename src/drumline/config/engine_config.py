@@ -7,6 +7,7 @@ an adjustment. It knows no model and no machine.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from drumline.config.parts import (
     RuntimeConfig,
     SchedulerConfig,
     ServerConfig,
-    SpeculativeConfig,
+    SpeculativePart,
 )
 from drumline.config.sources import Given, collect
+from drumline.config.speculative import PREFIX, SHORTCUTS, SpeculativeConfig, asked_keys
 from drumline.core.errors import ConfigError
 
 
@@ -39,7 +41,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    speculative: SpeculativePart = field(default_factory=SpeculativePart)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -52,6 +54,28 @@ class EngineConfig:
         block = self.cache.block_size
         if block & (block - 1):
             raise ConfigError("block_size", block, "must be a power of two from 1 to 256")
+        _ = self.speculation  # read once here, so that a mistake shows before anything is loaded
+
+    @property
+    def speculation_keys(self) -> dict[str, Any] | None:
+        """The keys asked of speculation, shortcuts included, as typed; None: no speculation."""
+        text = self.speculative.speculative_config
+        shortcuts = {name: getattr(self.speculative, name) for name in SHORTCUTS}
+        return asked_keys(None if text is None else json.loads(text), shortcuts)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Who drafts and how, read from the speculative part; None: nobody."""
+        keys = self.speculation_keys
+        if keys is None:
+            return None
+        try:
+            return SpeculativeConfig.from_mapping(keys)
+        except ConfigError as error:
+            for shortcut, key in SHORTCUTS.items():  # name what was typed
+                if error.field == PREFIX + key and getattr(self.speculative, shortcut) is not None:
+                    raise ConfigError(shortcut, error.value, error.problem) from None
+            raise
 
     @classmethod
     def from_sources(

@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from drumline.config.draft_table import read_table
 from drumline.config.sizes import parse_integer, parse_size
 from drumline.core.errors import ConfigError
 
@@ -34,8 +35,11 @@ class Kind(enum.StrEnum):
     INTEGER = "integer"
     SIZE = "size"  # an integer that may be written 8K or 1.5k
     SECONDS = "seconds"
+    NUMBER = "number"  # may have decimals
     SWITCH = "switch"
     TEXTS = "texts"  # a tuple of texts
+    INTEGERS = "integers"  # a tuple of whole numbers, each in the range
+    TABLE = "table"  # draft lengths by batch size
     OBJECT = "object"  # a JSON object, kept as canonical JSON text
 
 
@@ -148,7 +152,7 @@ def read_text(field: Field, text: str) -> Any:
         elif kind is Kind.TEXTS:
             value = _texts(text)
         elif kind is Kind.OBJECT:
-            value = _canonical(json.loads(text))
+            value = _canonical(json.loads(text, object_pairs_hook=_no_duplicates))
         else:
             value = text
     except RecursionError:
@@ -179,8 +183,15 @@ def read_value(field: Field, value: Any) -> Any:
             value = (value,)
         elif isinstance(value, list):
             value = tuple(value)
-    if kind is Kind.SECONDS and type(value) is int:
+    if kind in (Kind.SECONDS, Kind.NUMBER) and type(value) is int:
         value = float(value)
+    if kind is Kind.INTEGERS and isinstance(value, list):
+        value = tuple(value)
+    if kind is Kind.TABLE:
+        try:
+            value = read_table(value)
+        except ValueError as error:
+            field.refuse(value, str(error))
     return check(field, _unset(field, value))
 
 
@@ -208,6 +219,15 @@ def _texts(text: str) -> tuple[Any, ...]:
         items = json.loads(text)
         return tuple(items)
     return tuple(item.strip() for item in text.split(","))
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON readers keep the last of two equal keys in silence; we name them."""
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"{key} stands there twice")
+    return dict(pairs)
 
 
 def _canonical(value: Any) -> str:
@@ -264,6 +284,30 @@ def _check_seconds(field: Field, value: Any) -> None:
     _check_range(field, value)
 
 
+def _check_number(field: Field, value: Any) -> None:
+    if type(value) is not float or not math.isfinite(value):
+        field.refuse(value, f"must be a number, not {_kind_name(value)}")
+    _check_range(field, value)
+
+
+def _check_integers(field: Field, value: Any) -> None:
+    if not isinstance(value, tuple) or not value:
+        field.refuse(value, "must be a list of whole numbers")
+    if len(value) > ITEMS_MAX:
+        field.refuse(f"{len(value)} items", f"must be at most {ITEMS_MAX} items")
+    for item in value:
+        _check_integer(field, item)
+
+
+def _check_table(field: Field, value: Any) -> None:
+    try:
+        table = read_table(value)
+    except ValueError as error:
+        field.refuse(value, str(error))
+    if table != value:
+        field.refuse(value, "must be a tuple of (start, end, K) in ascending order")
+
+
 def _check_switch(field: Field, value: Any) -> None:
     if type(value) is not bool:
         field.refuse(value, f"must be true or false, not {_kind_name(value)}")
@@ -306,6 +350,9 @@ _CHECKS = {
     Kind.INTEGER: _check_integer,
     Kind.SIZE: _check_integer,
     Kind.SECONDS: _check_seconds,
+    Kind.NUMBER: _check_number,
+    Kind.INTEGERS: _check_integers,
+    Kind.TABLE: _check_table,
     Kind.SWITCH: _check_switch,
     Kind.TEXTS: _check_texts,
     Kind.OBJECT: _check_object,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drumline.config.fields import Field, Kind, check, fields_of, option
+from drumline.config.speculative import TOKENS_MAX
 from drumline.core.params import SEED_LIMIT
 
 BYTES_MAX = 2**46  # 64 TiB: a limit on typing errors, not on machines
@@ -179,11 +180,25 @@ class ParallelConfig(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig(Part):
-    """The place of speculation. This release has none, and refuses the key by name."""
+class SpeculativePart(Part):
+    """What was asked of speculation, as it was typed. `EngineConfig.speculation` reads it."""
 
     speculative_config: str | None = option(
-        None, Kind.OBJECT, "JSON object that describes the drafter", short="-sc", when_none="off"
+        None, Kind.OBJECT, "JSON object that says who drafts", short="-sc", when_none="off"
+    )
+    spec_method: str | None = option(
+        None, Kind.TEXT, "shortcut for the key method", when_none="speculative_config's"
+    )
+    spec_model: str | None = option(
+        None, Kind.TEXT, "shortcut for the key model", when_none="speculative_config's"
+    )
+    spec_tokens: int | None = option(
+        None,
+        Kind.INTEGER,
+        "shortcut for the key num_speculative_tokens",
+        low=1,
+        high=TOKENS_MAX,
+        when_none="speculative_config's",
     )
 
 
@@ -274,7 +289,7 @@ PARTS: dict[str, type[Part]] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
-    "speculative": SpeculativeConfig,
+    "speculative": SpeculativePart,
     "runtime": RuntimeConfig,
     "server": ServerConfig,
 }

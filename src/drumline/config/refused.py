@@ -8,7 +8,6 @@ from __future__ import annotations
 
 _ONE_RANK = "this release runs one rank; several machines and launchers come later"
 _EXPERTS = "this release has no models with experts"
-_SPECULATION = "speculation is not in this release"
 _TLS = "put a reverse proxy in front of the server for that"
 _TOOLS = "tool calls and reasoning parsers are not in this release"
 _LATER = "not in this release"
@@ -89,10 +88,7 @@ REFUSED: dict[str, str] = {
     "elastic_ep_max_dp_size": _EXPERTS,
     "moe_backend": _EXPERTS,
     # speculation
-    "spec_method": _SPECULATION,
-    "spec_model": _SPECULATION,
-    "spec_tokens": _SPECULATION,
-    "per_request_spec_decode_metrics": _SPECULATION,
+    "per_request_spec_decode_metrics": "every output reports its own speculation",
     # server
     "uds": _TLS,
     "ssl_keyfile": _TLS,
