@@ -118,7 +118,7 @@ def draft_folder(speculative: Any) -> Path:
     if speculative.model is None:
         problem = f"{speculative.method} needs the folder or hub name of a draft checkpoint"
         raise ConfigError("model", None, problem)
-    path = resolve_model(speculative.model)
+    path = resolve_model(speculative.model, speculative.revision)
     if not path.is_dir():
         raise CheckpointError(path, "a draft checkpoint is a folder with config.json")
     return path
@@ -249,10 +249,8 @@ def open_files(folder: Path, single: str | None = None) -> DraftFiles:
     CheckpointError for broken, absent or doubled ones."""
     weights: dict[str, WeightTensor] = {}
     maps: dict[str, Tensor] = {}
-    files = safetensors_files(folder)
-    if single is not None and (folder / single).exists():
-        files = [folder / single]
-    for file in files:
+    alone = single is not None and (folder / single).exists()
+    for file in [folder / str(single)] if alone else safetensors_files(folder):
         for name, data in _read(file).items():
             if name in weights or name in maps:
                 raise CheckpointError(file, f"tensor {name} is there twice")

@@ -18,17 +18,20 @@ difference to every key is the same, and rope knows only differences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import DrafterContext, DraftRow, PassLedger, Proposal
+from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import KVSpec, ModelOutput
+from drumline.models.registry import model_module
 from drumline.ops.base import KVCache, Ops, PagedBatch
+from drumline.ops.weights import WeightTensor
 from drumline.sampling.draft import DraftSampler, DraftToken
 
 FIRST_KEY = 1  # slot 0 holds no entry
@@ -286,3 +289,34 @@ class TapDrafter:
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.ops.device)
+
+
+def build_layers(config: ArchitectureConfig, weights: Mapping[str, WeightTensor], ops: Ops) -> Any:
+    """The draft's transformer blocks: those of the architecture that its config names."""
+    make = model_module(config.model_type).Layer
+    return [make(config, weights, ops, index) for index in range(config.num_hidden_layers)]
+
+
+def positions_of(config: ArchitectureConfig, context: DrafterContext) -> int:
+    """Positions a drafter takes: its checkpoint's, what ``max_model_len`` of the speculative
+    config allows, and never more than the target's."""
+    asked = context.speculative.max_model_len
+    return min(config.max_context_length, context.max_model_len, asked or context.max_model_len)
+
+
+def network_facts(
+    config: ArchitectureConfig, tokens: int | None, weight_bytes: int
+) -> dict[str, Any]:
+    """`DrafterFacts` of a drafter whose layers are ``config``'s."""
+    return {
+        "layers": config.num_hidden_layers,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "positions_max": config.max_context_length,
+        "default_tokens": tokens,
+        "weight_bytes": weight_bytes,
+    }
+
+
+def kv_spec_of(config: ArchitectureConfig) -> KVSpec:
+    return KVSpec(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
