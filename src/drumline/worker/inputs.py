@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ class PassInputs:
 
     ids: Tensor
     batch: PagedBatch
+
+
+def row_offsets(rows: Sequence[Row]) -> list[int]:
+    """Where each row begins in the flat batch."""
+    return [0, *accumulate(row.width for row in rows)][: len(rows)]
 
 
 def build_inputs(rows: Sequence[Row], block_size: int, device: torch.device) -> PassInputs:

@@ -7,12 +7,13 @@ import time
 import torch
 
 from drumline.config import Resolved
+from drumline.drafting.base import TargetModel
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.registry import model_module
 from drumline.ops import load_ops
 from drumline.ops.base import PagedBatch
+from drumline.sampling.accept import Verifier
 from drumline.sampling.sampler import Sampler
-from drumline.worker.target import TargetModel
 from drumline.worker.worker import Worker
 
 WARMUP_TOKENS = 32
@@ -37,7 +38,7 @@ def load_worker(resolved: Resolved, checkpoint: Checkpoint) -> Worker:
             resolved.kv_cache_dtype,
         )
     sampler = Sampler(checkpoint.config.vocab_size, resolved.config.model.logprobs_mode)
-    return Worker(model, ops, cache, sampler)
+    return Worker(model, ops, cache, Verifier(sampler))
 
 
 def warm_up(worker: Worker, tokens: int = WARMUP_TOKENS) -> float:

@@ -7,7 +7,7 @@ extend it, a release drops it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,123 +15,145 @@ from torch import Tensor
 
 from drumline.core.plan import Row, RowResult, StepPlan, StepResult
 from drumline.core.request import PositionLogprobs, Request
+from drumline.drafting.base import TargetModel
+from drumline.models.layers import ModelOutput
 from drumline.ops.base import KVCache, Ops
-from drumline.sampling.history import SamplingRow
-from drumline.sampling.sampler import SampledToken, Sampler
-from drumline.worker.inputs import build_inputs
-from drumline.worker.target import TargetModel
+from drumline.sampling.accept import Accepted, Verifier
+from drumline.sampling.window import Window
+from drumline.worker.inputs import build_inputs, row_offsets
+from drumline.worker.speculator import Outcome, Speculator
 
 LOGIT_ROWS_MAX = 64  # rows of [vocab] floats held at once for prompt log-probabilities
 
 
 @dataclass(slots=True)
 class SequenceState:
-    """A sequence as this rank knows it: committed ids, prompt first."""
+    """A sequence as this rank knows it: committed ids, prompt first.
+
+    ``fresh`` until the drafter has seen it."""
 
     request: Request
     token_ids: list[int]
+    fresh: bool = True
 
     def extend(self, row: Row) -> None:
         """Takes over tokens that were committed since the last row."""
         known = len(self.token_ids)
         assert row.start <= known, f"row {row.number} skips positions {known}..{row.start}"
         self.token_ids.extend(row.tokens[known - row.start :])
+        end = row.start + len(row.tokens)
+        assert tuple(self.token_ids[row.start : end]) == row.tokens, f"row {row.number} differs"
 
 
 class Worker:
     """Executes plans on one model and one cache. ``[rows]`` in, tokens out."""
 
-    def __init__(self, model: TargetModel, ops: Ops, cache: KVCache, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        ops: Ops,
+        cache: KVCache,
+        verifier: Verifier,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.model = model
         self.ops = ops
         self.cache = cache
-        self.sampler = sampler
+        self.verifier = verifier
+        self.sampler = verifier.sampler
+        self.speculator = speculator
         self._sequences: dict[int, SequenceState] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs the target over the plan's rows and samples where a row says so."""
+        """Runs the target over the plan's rows, samples where a row says so, and drafts."""
         self._follow(plan)
         inputs = build_inputs(plan.rows, self.cache.block_size, self.ops.device)
         batch = self.ops.prepare(inputs.batch, self.cache.block_size)
-        hidden = self.model.forward(inputs.ids, batch, self.cache).hidden  # [tokens, hidden]
-        prompts = self._prompt_logprobs(plan.rows, hidden)
-        sampled = self._sample(plan.rows, hidden)
+        taps = () if self.speculator is None else self.speculator.taps
+        output = self.model.forward(inputs.ids, batch, self.cache, taps)
+        prompts = self._prompt_logprobs(plan.rows, output.hidden)
+        accepted = self._verify(plan.rows, output.hidden)
+        drafts = self._draft(plan, accepted, output)
         rows = tuple(
-            self._result(row, sampled.get(row.number), prompts.get(row.number, ()))
+            _result(row, accepted.get(row.number), prompts.get(row.number, ()), drafts)
             for row in plan.rows
         )
         return StepResult(step=plan.step, rows=rows)
+
+    def close(self) -> None:
+        """Releases what a drafter holds beyond memory."""
+        if self.speculator is not None:
+            self.speculator.drafter.close()
 
     def _follow(self, plan: StepPlan) -> None:
         for number in plan.released:
             self._sequences.pop(number, None)
             self.sampler.state.forget(number)
+            if self.speculator is not None:
+                self.speculator.forget(number, plan.step)
         for admission in plan.admitted:
             state = SequenceState(admission.request, list(admission.token_ids))
             self._sequences[admission.request.number] = state
         for row in plan.rows:
             self._sequences[row.number].extend(row)
 
-    # ---- sampling ------------------------------------------------------------------------
+    # ---- sampling and drafting -----------------------------------------------------------
 
-    def _sample(self, rows: Iterable[Row], hidden: Tensor) -> dict[int, list[SampledToken]]:
-        """The target's own token after the last committed position and after each draft."""
+    def _verify(self, rows: Sequence[Row], hidden: Tensor) -> dict[int, Accepted]:
+        """What each sampling row yields: drafts that stand, and the target's own token."""
         picked: list[int] = []
-        windows: list[SamplingRow] = []
-        offset = 0
-        for row in rows:
+        windows: list[Window] = []
+        for row, offset in zip(rows, row_offsets(rows), strict=True):
             if row.samples:
                 state = self._sequences[row.number]
                 first = offset + len(row.tokens) - 1
-                for ahead in range(len(row.drafts) + 1):
-                    picked.append(first + ahead)
-                    drafts = row.drafts[:ahead]
-                    windows.append(SamplingRow(state.request, state.token_ids, drafts))
-            offset += row.width
+                picked += range(first, first + len(row.drafts) + 1)
+                probs = () if self.speculator is None else self.speculator.take_probs(row)
+                windows.append(Window(state.request, state.token_ids, row.drafts, probs))
         if not picked:
             return {}
         index = torch.tensor(picked, device=hidden.device)
         logits = self.model.compute_logits(hidden.index_select(0, index))  # [picked, vocab]
-        finite = torch.isfinite(logits.amax(dim=1)).tolist()
-        if not all(finite):
-            good = _before_first_bad(windows, finite)
-            logits, windows = logits[good], [windows[at] for at in good]
-        sampled: dict[int, list[SampledToken]] = {}
-        for window, token in zip(windows, self.sampler.sample(logits, windows), strict=True):
-            sampled.setdefault(window.request.number, []).append(token)
-        return sampled
+        found = self.verifier.verify(logits, windows)
+        return {
+            window.request.number: accepted for window, accepted in zip(windows, found, strict=True)
+        }
 
-    def _result(
-        self, row: Row, sampled: list[SampledToken] | None, prompt: tuple[PositionLogprobs, ...]
-    ) -> RowResult:
-        """Match acceptance: the target's tokens, up to and including the first that differs from
-        its draft. A position without finite logits ends the window, or the request."""
-        if not row.samples:
-            return RowResult(number=row.number, tokens=(), prompt_logprobs=prompt)
-        if not sampled:
-            position = row.start + len(row.tokens)
-            return RowResult(
-                number=row.number,
-                tokens=(),
-                error=f"the model's logits for position {position} are not finite numbers",
-            )
-        kept = sampled[: _accepted(row.drafts, sampled) + 1]
-        return RowResult(
-            number=row.number,
-            tokens=tuple(token.token_id for token in kept),
-            logprobs=tuple(token.logprobs for token in kept if token.logprobs is not None),
-            prompt_logprobs=prompt,
-        )
+    def _draft(
+        self, plan: StepPlan, accepted: dict[int, Accepted], output: ModelOutput
+    ) -> dict[int, tuple[int, ...]]:
+        """Takes the new tokens over and asks the drafter, once per step, for the next ones.
+
+        A row that cannot go on is left out: nothing of it will be read again."""
+        outcomes: list[Outcome] = []
+        offsets: list[int] = []
+        for row, offset in zip(plan.rows, row_offsets(plan.rows), strict=True):
+            state = self._sequences[row.number]
+            outcome = accepted.get(row.number)
+            if outcome is not None and outcome.error is not None:
+                continue
+            committed: Sequence[int] = state.token_ids
+            if outcome is not None:
+                state.token_ids.extend(token.token_id for token in outcome.tokens)
+            elif self.speculator is not None:
+                committed = state.token_ids[: row.start + len(row.tokens) + 1]
+            count = 0 if outcome is None else len(outcome.tokens) - 1
+            outcomes.append(Outcome(row, state.request, committed, count, state.fresh))
+            offsets.append(offset)
+            state.fresh = False
+        if self.speculator is None:
+            return {}
+        drafts = self.speculator.draft(plan, outcomes, offsets, output)
+        return {outcome.row.number: found for outcome, found in zip(outcomes, drafts, strict=True)}
 
     # ---- prompts -------------------------------------------------------------------------
 
     def _prompt_logprobs(
-        self, rows: Iterable[Row], hidden: Tensor
+        self, rows: Sequence[Row], hidden: Tensor
     ) -> dict[int, tuple[PositionLogprobs, ...]]:
         """Per row that asks: the prompt tokens at positions start + 1 .. start + len(tokens)."""
         found: dict[int, tuple[PositionLogprobs, ...]] = {}
-        offset = 0
-        for row in rows:
+        for row, offset in zip(rows, row_offsets(rows), strict=True):
             request = self._sequences[row.number].request
             wanted = request.params.prompt_logprobs
             prompt = request.prompt_token_ids
@@ -145,25 +167,23 @@ class Worker:
                     part_ids = next_ids[at : at + part.shape[0]]
                     entries += self.sampler.prompt_logprobs(logits, part_ids, wanted)
                 found[row.number] = tuple(entries)
-            offset += row.width
         return found
 
 
-def _accepted(drafts: tuple[int, ...], sampled: list[SampledToken]) -> int:
-    """How many leading drafts are what the target drew itself."""
-    count = 0
-    while count < min(len(drafts), len(sampled) - 1) and sampled[count].token_id == drafts[count]:
-        count += 1
-    return count
-
-
-def _before_first_bad(windows: list[SamplingRow], finite: list[bool]) -> list[int]:
-    """Indices of windows that come before their request's first one without finite logits."""
-    bad: set[int] = set()
-    good = []
-    for at, window in enumerate(windows):
-        if not finite[at]:
-            bad.add(window.request.number)
-        elif window.request.number not in bad:
-            good.append(at)
-    return good
+def _result(
+    row: Row,
+    accepted: Accepted | None,
+    prompt: tuple[PositionLogprobs, ...],
+    drafts: dict[int, tuple[int, ...]],
+) -> RowResult:
+    if accepted is None:
+        return RowResult(number=row.number, tokens=(), prompt_logprobs=prompt)
+    if accepted.error is not None:
+        return RowResult(number=row.number, tokens=(), error=accepted.error)
+    return RowResult(
+        number=row.number,
+        tokens=tuple(token.token_id for token in accepted.tokens),
+        logprobs=tuple(token.logprobs for token in accepted.tokens if token.logprobs is not None),
+        prompt_logprobs=prompt,
+        drafts=drafts.get(row.number, ()),
+    )
