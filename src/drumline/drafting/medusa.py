@@ -33,12 +33,13 @@ from drumline.drafting.checkpoint import (
     speculators_type,
     weight_bytes,
 )
+from drumline.drafting.passes import Lane, draw, proposal
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.config import ArchitectureConfig, Fields
 from drumline.models.layers import ModelOutput
 from drumline.ops.base import Linear
 from drumline.ops.weights import WeightTensor
-from drumline.sampling.draft import DraftSampler, DraftToken
+from drumline.sampling.draft import DraftSampler
 
 SINGLE = "medusa_lm_head.safetensors"
 
@@ -152,37 +153,31 @@ class MedusaDrafter:
     def propose(
         self, rows: Sequence[DraftRow], output: ModelOutput | None, draft_k: int
     ) -> Proposal:
-        drafts: list[list[DraftToken]] = [[] for _ in rows]
-        if not self.traits.passes(draft_k):
-            return Proposal.of(drafts)
-        lanes = [at for at, row in enumerate(rows) if min(row.k, draft_k) > 0]
-        self.ledger.issue(len(lanes))
-        if not lanes:
-            return Proposal.of(drafts)
+        lanes = [Lane(row, min(row.k, draft_k)) for row in rows]
+        live = [lane for lane in lanes if lane.k > 0]
+        if self.traits.passes(draft_k):
+            self.ledger.issue(len(live))
+        if not live:
+            return proposal(lanes)
         assert output is not None, "rows without the target's hidden states"
-        index = [rows[at].offset + rows[at].count - 1 for at in lanes]
-        last = output.hidden.index_select(0, torch.tensor(index, device=self.ops.device))
-        state = self.ops.rms_norm(last, self.target_norm, self.target_eps)  # [lanes, hidden]
-        for head in range(draft_k):
-            wanting = [
-                place
-                for place, at in enumerate(lanes)
-                if rows[at].k > head and len(drafts[at]) == head
-            ]
-            if not wanting:
-                break
-            picked = torch.tensor(wanting, device=self.ops.device)
-            logits = self.compute_logits(state.index_select(0, picked), head)
-            windows = [
-                rows[lanes[place]].sampling_row(
-                    tuple(draft.token_id for draft in drafts[lanes[place]])
-                )
-                for place in wanting
-            ]
-            for place, draft in zip(wanting, self.sampler.draw(logits, windows), strict=True):
-                if draft is not None:
-                    drafts[lanes[place]].append(draft)
-        return Proposal.of(drafts)
+        for at, lane in enumerate(live):
+            lane.at = at
+        state = self._read(output, [lane.row.offset + lane.row.count - 1 for lane in live])
+        for head in range(max(lane.k for lane in live)):
+            wanting = [lane for lane in live if lane.wants(head)]
+            if wanting:
+                picked = self._index([lane.at for lane in wanting])
+                logits = self.compute_logits(state.index_select(0, picked), head)
+                draw(self.sampler, wanting, logits)
+        return proposal(lanes)
+
+    def _read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
+        """Hidden states of those rows after the target's final norm: ``[rows, hidden]``."""
+        last = output.hidden.index_select(0, self._index(rows))
+        return self.ops.rms_norm(last, self.target_norm, self.target_eps)
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.ops.device)
 
     def compute_logits(self, state: Tensor, head: int) -> Tensor:
         """``[rows, hidden]`` after the target's final norm → ``[rows, vocab]`` of one head."""

@@ -7,8 +7,7 @@
 Entries live in the target's own block ids, so prefix hits and preemption need no thought beyond
 one: slot 0 does not exist, and slot n - 1 may have no block yet. Its hidden row is then carried to
 the next step, which has one, so that no entry is ever missing. Entries of drafts are overwritten
-from the target's hidden states once those are known. A masked token stands alone at position 0,
-reads block 0 and writes nothing.
+from the target's hidden states once those are known.
 
 The rope position of an entry is its slot, as speculators has it; where others count from 0, the
 difference to every key is the same, and rope knows only differences.
@@ -19,7 +18,7 @@ difference to every key is the same, and rope knows only differences.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -27,12 +26,13 @@ from torch import Tensor
 
 from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import DrafterContext, DraftRow, PassLedger, Proposal
+from drumline.drafting.passes import Lane, PassInputs, draw, proposal
 from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import KVSpec, ModelOutput
 from drumline.models.registry import model_module
 from drumline.ops.base import KVCache, Ops, PagedBatch
 from drumline.ops.weights import WeightTensor
-from drumline.sampling.draft import DraftSampler, DraftToken
+from drumline.sampling.draft import DraftSampler
 
 FIRST_KEY = 1  # slot 0 holds no entry
 
@@ -59,69 +59,6 @@ class DraftNetwork(Protocol):
     def compute_logits(self, x: Tensor) -> Tensor:
         """What `forward` gave ``[rows, hidden]`` → ``[rows, draft vocab]``."""
         ...
-
-
-@dataclass(slots=True)
-class _Inputs:
-    """The tokens of one pass, as they are laid out."""
-
-    block_size: int
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    query_start: list[int] = field(default_factory=lambda: [0])
-    tables: list[tuple[int, ...]] = field(default_factory=list)
-
-    def add(self, token: int, slot: int, block_ids: tuple[int, ...]) -> int:
-        """One live token of the sequence being laid out; returns its index."""
-        assert slot < len(block_ids) * self.block_size, "an entry without a slot"
-        self.ids.append(token)
-        self.positions.append(slot)
-        self.slots.append(block_ids[slot // self.block_size] * self.block_size)
-        self.slots[-1] += slot % self.block_size
-        return len(self.ids) - 1
-
-    def close(self, block_ids: tuple[int, ...]) -> None:
-        """Ends a sequence, unless nothing was added."""
-        if self.query_start[-1] < len(self.ids):
-            self.query_start.append(len(self.ids))
-            self.tables.append(block_ids)
-
-    def mask(self, count: int) -> None:
-        """Tokens that write nothing and whose results nobody reads."""
-        for _ in range(count):
-            self.ids.append(0)
-            self.positions.append(0)
-            self.slots.append(-1)
-            self.close((0,))
-
-    def batch(self, device: torch.device) -> PagedBatch:
-        return PagedBatch(
-            positions=torch.tensor(self.positions, dtype=torch.int64, device=device),
-            slots=torch.tensor(self.slots, dtype=torch.int64, device=device),
-            query_start=tuple(self.query_start),
-            block_tables=tuple(self.tables),
-            first_key=FIRST_KEY,
-        )
-
-
-@dataclass(slots=True)
-class _Lane:
-    """One row while it is drafted: its k, its drafts, and where its last entry is in the pass."""
-
-    row: DraftRow
-    k: int
-    at: int = -1
-    drafts: list[DraftToken] = field(default_factory=list)
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return tuple(draft.token_id for draft in self.drafts)
-
-    def wants(self, index: int) -> bool:
-        """Whether pass ``index`` (from 0) has something to draft here: a row whose logits gave no
-        draft stops."""
-        return index < self.k and len(self.drafts) == index
 
 
 class TapDrafter:
@@ -168,13 +105,13 @@ class TapDrafter:
     def propose(
         self, rows: Sequence[DraftRow], output: ModelOutput | None, draft_k: int
     ) -> Proposal:
-        lanes = [_Lane(row, self._room(row, draft_k)) for row in rows]
+        lanes = [Lane(row, self._room(row, draft_k)) for row in rows]
         x = self._first_pass(lanes, output)
         self._draw(lanes, x, 0)
         for index in range(1, self.traits.passes(draft_k)):
             x = self._next_pass(lanes, x, index)
             self._draw(lanes, x, index)
-        return Proposal.of([lane.drafts for lane in lanes])
+        return proposal(lanes)
 
     def forget(self, number: int) -> None:
         self._carried.pop(number, None)
@@ -190,9 +127,9 @@ class TapDrafter:
 
     # ---- passes --------------------------------------------------------------------------
 
-    def _first_pass(self, lanes: Sequence[_Lane], output: ModelOutput | None) -> Tensor:
+    def _first_pass(self, lanes: Sequence[Lane], output: ModelOutput | None) -> Tensor:
         """Entries of everything committed in this step; ``[tokens, hidden]``."""
-        inputs = _Inputs(self.cache.block_size)
+        inputs = PassInputs(self.cache.block_size)
         sources: list[int] = []  # rows of the output; -1 - i is the i-th of `carried`
         carried: list[Tensor] = []
         carry: list[tuple[int, int]] = []  # (number, row of the output)
@@ -248,9 +185,9 @@ class TapDrafter:
         order = [next(rows) if s >= 0 else len(wanted) - s - 1 for s in sources]
         return table.index_select(0, torch.tensor(order, device=device))
 
-    def _next_pass(self, lanes: Sequence[_Lane], x: Tensor, index: int) -> Tensor:
+    def _next_pass(self, lanes: Sequence[Lane], x: Tensor, index: int) -> Tensor:
         """One token per row: its last draft, with the hidden that drafted it."""
-        inputs = _Inputs(self.cache.block_size)
+        inputs = PassInputs(self.cache.block_size)
         picked: list[int] = []
         for lane in lanes:
             if not lane.wants(index):
@@ -265,27 +202,23 @@ class TapDrafter:
         hidden = self.network.feed_back(x.index_select(0, self._index(picked)))
         return self._run(inputs, hidden, live)
 
-    def _run(self, inputs: _Inputs, hidden: Tensor, live: int) -> Tensor:
+    def _run(self, inputs: PassInputs, hidden: Tensor, live: int) -> Tensor:
         """Issues the pass and computes it, with at least one token."""
         self.ledger.issue(live)
         inputs.mask(0 if inputs.ids else 1)
         tokens = len(inputs.ids)
         if tokens > live:
             hidden = torch.cat((hidden, hidden.new_zeros((tokens - live, hidden.shape[1]))))
-        batch = self.ops.prepare(inputs.batch(self.ops.device), self.cache.block_size)
+        batch = replace(inputs.batch(self.ops.device), first_key=FIRST_KEY)
+        batch = self.ops.prepare(batch, self.cache.block_size)
         return self.network.forward(self._index(inputs.ids), hidden, batch, self.cache)
 
-    def _draw(self, lanes: Sequence[_Lane], x: Tensor, index: int) -> None:
+    def _draw(self, lanes: Sequence[Lane], x: Tensor, index: int) -> None:
         """The drafts of pass ``index``, of rows that want one."""
         wanting = [lane for lane in lanes if lane.wants(index)]
-        if not wanting:
-            return
-        last = x.index_select(0, self._index([lane.at for lane in wanting]))
-        logits = self.network.compute_logits(last)  # [rows, draft vocab]
-        windows = [lane.row.sampling_row(lane.ids) for lane in wanting]
-        for lane, draft in zip(wanting, self.sampler.draw(logits, windows), strict=True):
-            if draft is not None:
-                lane.drafts.append(draft)
+        if wanting:
+            last = x.index_select(0, self._index([lane.at for lane in wanting]))
+            draw(self.sampler, wanting, self.network.compute_logits(last))
 
     def _index(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.ops.device)
