@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from drumline.ops.base import PagedBatch, RopeTable
-from drumline.ops.reference import ReferenceKV, ReferenceOps, tree_sum, tree_sum_last
+from drumline.ops.reference import ReferenceKV, ReferenceOps
+from drumline.ops.sums import tree_sum, tree_sum_last
 from drumline.ops.weights import WeightTensor
 
 OPS = ReferenceOps()

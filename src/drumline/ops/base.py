@@ -26,7 +26,8 @@ class PagedBatch:
     """Where the tokens of one flat batch sit in their sequences and in the KV cache.
 
     Tokens of one sequence are adjacent and ascending in position. A token attends to the keys
-    of its own sequence at positions ``first_key..position``, all read back from the cache.
+    of its own sequence at positions ``first_key..position``, all read back from the cache. (A block
+    whose tokens see each other both ways gives all of them its last position; rope is told apart.)
 
         token      0   1   2   3   4
         sequence   a   a   a   b   c          query_start = (0, 3, 4, 5)
@@ -168,6 +169,17 @@ class Ops(Protocol):
 
     def prepare(self, batch: PagedBatch, block_size: int) -> PagedBatch:
         """Works out once per pass what every layer's `attention` needs of the batch."""
+        ...
+
+    def write_kv(
+        self,
+        key: Tensor,  # [tokens, kv_heads, head_dim]
+        value: Tensor,
+        cache: KVCache,
+        layer: int,
+        slots: Tensor,  # [tokens] int64; -1 writes nothing
+    ) -> None:
+        """What `attention` does first, for tokens that are only looked at."""
         ...
 
     def attention(

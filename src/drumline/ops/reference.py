@@ -26,6 +26,7 @@ from torch import Tensor
 
 from drumline.core.errors import ConfigError
 from drumline.ops.base import Experts, KVCache, Linear, PagedBatch, RopeTable, Routing
+from drumline.ops.sums import tree_sum, tree_sum_last
 from drumline.ops.weights import WeightTensor
 
 ROW_TILE = 16  # rows per matrix product; on the CPUs measured 16 rows cost what 4 cost
@@ -113,20 +114,6 @@ class ReferenceBatch(PagedBatch):
     write_blocks: Tensor | None = None
     write_offsets: Tensor | None = None
     groups: tuple[TileGroup, ...] = ()
-
-
-def tree_sum(x: Tensor, dim: int) -> Tensor:
-    """Sums along ``dim`` by adding neighbours pairwise until one is left; the axis goes.
-
-    Appending zeros to the axis leaves every bit of the result as it is: a zero is added to a
-    finished subtree. A final ``+ 0.0`` makes that true for the sign of zero too.
-    """
-    x = x.movedim(dim, 0)
-    while x.shape[0] > 1:
-        pairs = x.shape[0] // 2
-        summed = x[0 : 2 * pairs : 2] + x[1 : 2 * pairs : 2]
-        x = torch.cat((summed, x[2 * pairs :])) if x.shape[0] % 2 else summed
-    return x[0] + 0.0
 
 
 class ReferenceOps:
@@ -256,6 +243,17 @@ class ReferenceOps:
 
     # ---- attention -----------------------------------------------------------------------
 
+    def write_kv(
+        self, key: Tensor, value: Tensor, cache: KVCache, layer: int, slots: Tensor
+    ) -> None:
+        assert isinstance(cache, ReferenceKV)
+        keys, values = cache.keys[layer], cache.values[layer]
+        rows = torch.nonzero(slots >= 0).squeeze(1)
+        slots = slots.index_select(0, rows)
+        at = (slots // cache.block_size, slice(None), slots % cache.block_size)
+        keys[at] = _stored(key.index_select(0, rows), keys.dtype)
+        values[at] = _stored(value.index_select(0, rows), values.dtype)
+
     def prepare(self, batch: PagedBatch, block_size: int) -> ReferenceBatch:
         """Cuts a batch into query tiles and groups of tiles; once per pass, not per layer."""
         if isinstance(batch, ReferenceBatch):
@@ -291,10 +289,7 @@ class ReferenceOps:
         if ready.write_rows is not None:
             key, value = key[ready.write_rows], value[ready.write_rows]
         at = (ready.write_blocks, slice(None), ready.write_offsets)
-        # Finite entries only: a masked key has weight 0, and 0 * inf would reach its neighbours
-        # in the block, which after a block is freed belong to other requests.
-        keys[at] = torch.nan_to_num(key.to(keys.dtype))
-        values[at] = torch.nan_to_num(value.to(values.dtype))
+        keys[at], values[at] = _stored(key, keys.dtype), _stored(value, values.dtype)
         tokens, heads, head_dim = query.shape
         grouped = query.reshape(tokens, key.shape[1], heads // key.shape[1], head_dim)
         out = query.new_zeros((tokens, heads * head_dim))
@@ -380,17 +375,7 @@ class ReferenceOps:
         )
 
 
-def tree_sum_last(x: Tensor) -> Tensor:
-    """`tree_sum` along the last axis, which stays with length one. Halves rather than neighbours
-    are added, so the slices stay wide; the order depends on the axis length alone."""
-    width = x.shape[-1]
-    half = 1 << (width - 1).bit_length() >> 1  # largest power of two below width
-    while width > 1:
-        rest = width - half
-        x = (
-            torch.cat((x[..., :rest] + x[..., half:width], x[..., rest:half]), -1)
-            if (rest < half)
-            else x[..., :half] + x[..., half:]
-        )
-        width, half = half, half // 2
-    return x
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Finite entries only: a masked key has weight 0, and 0 * inf would reach its neighbours in
+    the block, which after a block is freed belong to other requests."""
+    return torch.nan_to_num(x.to(dtype))
