@@ -1,9 +1,14 @@
-"""Write a seeded miniature checkpoint in hub format; the same arguments give the same bytes."""
+"""Write a seeded miniature checkpoint in hub format, with drafts for it if asked.
+
+The same arguments give the same bytes. Drafts go to folders inside the target's, named by method;
+a next-token module goes into the target itself.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from drumline.core.errors import ConfigError
@@ -45,6 +50,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="float32", help="float32, float16 or bfloat16 (default: float32)"
     )
     parser.add_argument("--tied", action="store_true", help="the head is the embedding")
+    for name, text in (
+        ("mtp", "with a next-token module of its own"),
+        ("eagle", "with an EAGLE draft in DIR/eagle"),
+        ("eagle3", "with an EAGLE-3 draft in DIR/eagle3"),
+        ("draft-moe", "the EAGLE-3 draft has experts"),
+        ("medusa", "with Medusa heads in DIR/medusa"),
+    ):
+        parser.add_argument(f"--{name}", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,8 +82,27 @@ def run(args: argparse.Namespace) -> int:
         experts_per_token=args.experts_per_token,
         shards=args.shards,
     )
-    print(folder)
+    for made in (folder, *_write_drafts(args, folder)):
+        print(made)
     return 0
+
+
+def _write_drafts(args: argparse.Namespace, folder: Path) -> list[Path]:
+    from drumline.models import tiny_drafts
+
+    if args.draft_moe and not args.eagle3:
+        raise ConfigError("draft_moe", True, "belongs to --eagle3")
+    if args.mtp:
+        tiny_drafts.add_mtp(folder, args.seed)
+    made = []
+    if args.eagle:
+        made.append(tiny_drafts.write_eagle(folder, folder / "eagle", args.seed))
+    if args.eagle3:
+        layer = "qwen3_moe" if args.draft_moe else "llama"
+        made.append(tiny_drafts.write_eagle3(folder, folder / "eagle3", args.seed, layer=layer))
+    if args.medusa:
+        made.append(tiny_drafts.write_medusa(folder, folder / "medusa", args.seed))
+    return made
 
 
 def _scaling(text: str | None) -> dict[str, Any] | None:
