@@ -17,7 +17,11 @@ from drumline.config.engine_config import EngineConfig
 from drumline.config.facts import DrafterFacts, ModelFacts
 from drumline.config.machine import MachineFacts
 from drumline.config.notes import Adjustment, Choice, Notes
-from drumline.config.resolve_speculation import resolve_range, resolve_tokens
+from drumline.config.resolve_speculation import (
+    resolve_prefix_caching,
+    resolve_range,
+    resolve_tokens,
+)
 from drumline.config.sizes import format_bytes
 from drumline.config.speculative import SHORTCUTS, SpeculativeConfig
 from drumline.core.errors import ConfigError
@@ -110,6 +114,7 @@ def resolve(
         spec = resolve_range(spec, drafter, length, notes)
     batched = _batched_tokens(asked, length, spec, notes)
     _note_rope(model, length, notes)
+    prefix_caching = resolve_prefix_caching(asked, spec, notes)
     _refuse_adjustments(asked, notes)
     budget = asked.cache.kv_cache_memory_bytes
     config = _with_speculation(asked, spec).with_fields(
@@ -120,6 +125,7 @@ def resolve(
         threads=threads,
         max_model_len=length,
         max_num_batched_tokens=batched,
+        enable_prefix_caching=prefix_caching,
         kv_cache_memory_bytes=blocks * block_bytes if budget is None else budget,
     )
     return Resolved(

@@ -63,6 +63,17 @@ def resolve_range(
     return replace(spec, max_model_len=limit)
 
 
+def resolve_prefix_caching(
+    asked: EngineConfig, spec: SpeculativeConfig | None, notes: Notes
+) -> bool:
+    """Whether requests may start from cached prefixes: a file of hidden states has every row."""
+    caching = asked.cache.enable_prefix_caching
+    if not caching or spec is None or spec.method != "extract_hidden_states":
+        return caching
+    reason = "extract_hidden_states writes a row for every position, so every one is computed"
+    return bool(notes.adjust("enable_prefix_caching", True, False, reason))
+
+
 def _method(
     asked: EngineConfig, spec: SpeculativeConfig, drafter: DrafterFacts, notes: Notes
 ) -> SpeculativeConfig:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.core.errors import ConfigError
 from drumline.core.traits import DrafterTraits
 from drumline.drafting import checkpoint as files
 from drumline.drafting.base import DrafterContext, DraftRow, Proposal
@@ -187,13 +186,6 @@ def load(context: DrafterContext) -> DFlashDrafter:
     folder = files.draft_folder(context.speculative)
     target = context.checkpoint.config
     config = read_config(files.open_config(folder), target)
-    asked = context.speculative.num_speculative_tokens
-    if asked > config.tokens_max:
-        raise ConfigError(
-            "speculative_config.num_speculative_tokens",
-            asked,
-            f"{folder} drafts at most {config.tokens_max} tokens at once",
-        )
     positions = min(_positions(config, context.speculative), context.max_model_len)
     weights, table = _open(folder, config, target)
     network = DFlashNetwork(
@@ -203,7 +195,7 @@ def load(context: DrafterContext) -> DFlashDrafter:
 
 
 def _positions(config: DFlashConfig, speculative: Any) -> int:
-    asked = getattr(speculative, "max_model_len", None)
+    asked = speculative.max_model_len
     longest = config.layers.max_context_length
     return longest if asked is None else min(asked, longest)
 

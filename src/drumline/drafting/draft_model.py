@@ -191,14 +191,14 @@ def _open(speculative: Any) -> Checkpoint:
 
 def _positions(config: ArchitectureConfig, speculative: Any) -> int:
     """The model's own range, or less where ``max_model_len`` of the speculative config says so."""
-    asked = getattr(speculative, "max_model_len", None)
+    asked = speculative.max_model_len
     longest = config.max_context_length
     return longest if asked is None else min(asked, longest)
 
 
 def _speech(context: DrafterContext, draft: Checkpoint) -> Speech:
     target_size, draft_size = context.checkpoint.config.vocab_size, draft.config.vocab_size
-    if getattr(context.speculative, "use_heterogeneous_vocab", False):
+    if context.speculative.use_heterogeneous_vocab:
         found = VocabMap(context.checkpoint.tokenizer(), draft.tokenizer(), target_size, draft_size)
         columns = torch.tensor(found.draft_ids, device=context.ops.device)
         return Speech(found, columns, found.target_ids)
