@@ -223,11 +223,12 @@ def test_configuration_values_are_read_from_both_files(folder: Path) -> None:
 def write_gguf(
     path: Path, folder: Path, kinds: dict[str, str] | None = None, **changes: Any
 ) -> Path:
-    """A GGUF file of the miniature llama in ``folder``, with llama.cpp's order of q and k rows."""
+    """A GGUF file of the miniature in ``folder``; llama's has llama.cpp's order of q and k rows."""
     kinds = kinds or {}
     source = open_checkpoint(folder)
     config = source.config
-    writer = gguf.GGUFWriter(path, "llama")
+    arch = config.model_type
+    writer = gguf.GGUFWriter(path, arch)
     values = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -238,11 +239,14 @@ def write_gguf(
         "rope.dimension_count": config.head_dim,
         "vocab_size": config.vocab_size,
     }
+    if arch == "qwen3":
+        values |= {"attention.key_length": config.head_dim}
+        values |= {"attention.value_length": config.head_dim}
     extra = changes.pop("extra", {})
     for key, value in (values | changes).items():
         if value is not None:
-            writer.add_uint32(f"llama.{key}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
+            writer.add_uint32(f"{arch}.{key}", value)
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
     for key, value in extra.items():
         if isinstance(value, str):
             writer.add_string(key, value)
@@ -254,7 +258,7 @@ def write_gguf(
     for name, weight in source.tensors.items():
         data = weight.to_float().numpy()
         for projection, heads in (("q_proj", 4), ("k_proj", 2)):
-            if projection in name:
+            if projection in name and arch == "llama":
                 shape = (heads, 2, data.shape[0] // heads // 2, *data.shape[1:])
                 data = data.reshape(shape).swapaxes(1, 2).reshape(data.shape)
         kind = kinds.get(name, "F32")
@@ -288,6 +292,8 @@ def candidates(layers: int) -> list[str]:
         "ffn_down",
     ]
     blocks = [f"blk.{i}.{stem}.weight" for i in range(layers) for stem in stems]
+    blocks += [f"blk.{i}.attn_{part}_norm.weight" for i in range(layers) for part in "qk"]
+    blocks += [f"blk.{i}.attn_{part}.bias" for i in range(layers) for part in "qkv"]
     return ["token_embd.weight", "output_norm.weight", "output.weight", *blocks]
 
 
@@ -304,6 +310,16 @@ def test_a_gguf_file_gives_what_the_hub_folder_gives(folder: Path, tmp_path: Pat
     assert file.config.eos_token_ids == (2, 3)
     assert not file.config.tie_word_embeddings
     for field in ("hidden_size", "head_dim", "rotary_dim", "max_position_embeddings", "rope_theta"):
+        assert getattr(file.config, field) == getattr(hub.config, field)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_gguf_files_of_the_other_architectures(arch: str, tmp_path: Path) -> None:
+    folder = write_tiny(arch, tmp_path / "hub", seed=1, head_dim=16, heads=2)
+    file = open_checkpoint(write_gguf(tmp_path / "x.gguf", folder))
+    hub = open_checkpoint(folder)
+    same_tensors(file, hub)
+    for field in ("model_type", "head_dim", "attention_bias", "rotary_dim", "mlp_bias"):
         assert getattr(file.config, field) == getattr(hub.config, field)
 
 
@@ -349,6 +365,7 @@ def test_rope_factors_and_scalings_of_gguf_files(folder: Path, tmp_path: Path) -
     [
         ({"block_count": None}, "llama.block_count: missing"),
         ({"block_count": 3}, "missing tensor model.layers.2.input_layernorm.weight"),
+        ({"block_count": 2**31}, "2147483648 layers, but only 21 tensors"),
         ({"feed_forward_length": 32}, "has shape [64, 32], expected [32, 32]"),
         (
             {"attention.head_count": 2, "attention.key_length": 8, "attention.value_length": 8},
@@ -387,11 +404,31 @@ def test_broken_gguf_files(folder: Path, tmp_path: Path) -> None:
     for kept in (30, 200, 900):
         broken(whole[:kept], f"truncated: the header goes on past the file's {kept} bytes")
     broken(whole[:-64], "truncated: tensor ")
-    broken(whole[:8] + struct.pack("<Q", 1 << 60) + whole[16:], "axes, expected 1..4")
+    broken(
+        whole[:8] + struct.pack("<Q", 1 << 60) + whole[16:], "tensor name '' is not printable text"
+    )
     broken(whole[:16] + struct.pack("<Q", 1 << 60) + whole[24:], "truncated: ")
     broken(whole.replace(b"llama", b"bloom"), "general.architecture 'bloom': not supported")
     path.write_bytes(whole)
     same_tensors(open_checkpoint(path), open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_damaged_headers_never_give_another_error(seed: int, folder: Path, tmp_path: Path) -> None:
+    """Random bytes in the headers of both formats: it opens, or it is a CheckpointError."""
+    rng = np.random.default_rng(seed)
+    source = write_gguf(tmp_path / "x.gguf", folder)
+    for path, header in ((source, 3000), (folder / "model.safetensors", 2000)):
+        whole = np.frombuffer(path.read_bytes(), np.uint8)
+        for _ in range(60):
+            damaged = whole.copy()
+            at = rng.integers(0, header, rng.integers(1, 4))
+            damaged[at] = rng.integers(0, 256, at.size)
+            path.write_bytes(damaged.tobytes())
+            try:
+                open_checkpoint(path if path == source else folder)
+            except CheckpointError as error:
+                assert "\n" not in str(error)
 
 
 def test_unknown_architecture_keys_are_listed(folder: Path, tmp_path: Path) -> None:

