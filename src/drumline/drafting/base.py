@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from drumline.config import SpeculativeConfig
 from drumline.core.request import Request
 from drumline.core.traits import DrafterTraits
 from drumline.models.checkpoint import Checkpoint
@@ -188,23 +189,6 @@ class TargetModel(Protocol):
         ...
 
 
-class SpeculativeSettings(Protocol):
-    """The resolved speculative config as drafters read it; keys and meanings are vLLM's."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def num_speculative_tokens(self) -> int: ...
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def disable_padded_drafter_batch(self) -> bool: ...
-    @property
-    def draft_sample_method(self) -> str: ...
-    @property
-    def rejection_sample_method(self) -> str: ...
-
-
 class MakeDraftSampler(Protocol):
     def __call__(
         self, sharpening: float = 1.0, token_table: ArrayLike | None = None
@@ -215,14 +199,14 @@ class MakeDraftSampler(Protocol):
 class DrafterContext:
     """Everything a drafter may be made from; `registry.load_drafter` hands it to a method.
 
-    ``speculative`` is the resolved speculative config (`SpeculativeSettings` and the method's own
-    keys). ``checkpoint`` is the target's: config, tensors, path and tokenizer. Positions stay below
+    ``speculative`` is the resolved speculative config: no key that its method needs is None.
+    ``checkpoint`` is the target's: config, tensors, path and tokenizer. Positions stay below
     ``max_model_len``. A drafter's cache has ``num_kv_blocks`` blocks of ``block_size`` tokens, like
     the target's, because it is addressed by the same block ids. ``make_draft_sampler(sharpening,
     token_table)`` gives a `DraftSampler` for the configured ``draft_sample_method``.
     """
 
-    speculative: Any
+    speculative: SpeculativeConfig
     checkpoint: Checkpoint
     target: TargetModel
     ops: Ops
@@ -243,6 +227,8 @@ class DrafterModule(Protocol):
     missing or does not fit.
     """
 
-    def facts(self, speculative: Any, checkpoint: Checkpoint) -> Mapping[str, Any]: ...
+    def facts(
+        self, speculative: SpeculativeConfig, checkpoint: Checkpoint
+    ) -> Mapping[str, Any]: ...
 
     def load(self, context: DrafterContext) -> Drafter: ...

@@ -1,4 +1,4 @@
-"""A drafter of the user's own: ``{"method": "custom_class", "custom_class": "package.Class"}``.
+"""A drafter of the user's own: ``{"method": "custom_class", "model": "package.module.Class"}``.
 
 The class is made as ``Class(speculative, context)``: the resolved speculative config and the
 `DrafterContext`. It needs `propose` and `traits`; `taps`, `forget` and `close` have a default. A
@@ -19,7 +19,7 @@ from drumline.drafting.base import Drafter, DrafterContext, DraftRow, Proposal
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.layers import ModelOutput
 
-KEY = "custom_class"
+KEY = "speculative_config.model"
 
 
 def facts(speculative: Any, checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -38,13 +38,13 @@ def load(context: DrafterContext) -> Drafter:
         raise
     except Exception as error:
         problem = f"cannot be made: {type(error).__name__}: {error}"
-        raise ConfigError(KEY, context.speculative.custom_class, problem) from error
+        raise ConfigError(KEY, context.speculative.model, problem) from error
 
 
 def custom_class(speculative: Any) -> Any:
-    """The class that ``custom_class`` names as ``package.module.Class``. ConfigError names it and
-    what is missing of it."""
-    path = speculative.custom_class
+    """The class that ``model`` names as ``package.module.Class``. ConfigError names it and what is
+    missing of it."""
+    path = speculative.model
     module_name, _, class_name = str(path).rpartition(".")
     if not module_name:
         raise ConfigError(KEY, path, "not a dotted path like package.module.Class")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
+from drumline.config import DrafterFacts, SpeculativeConfig
 from drumline.drafting.base import Drafter, DrafterContext, DrafterModule
+from drumline.models.checkpoint import Checkpoint
 
 MODULES: dict[str, str] = {
     "ngram": "drumline.drafting.ngram",
@@ -26,6 +28,13 @@ def drafter_module(method: str) -> DrafterModule:
     return cast(DrafterModule, importlib.import_module(MODULES[method]))
 
 
+def drafter_facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> DrafterFacts:
+    """What `resolve` must know of the drafter that is asked for; reads no weights. ``checkpoint``
+    is the target's. Raises `UsageError` for a draft checkpoint that is missing or does not fit."""
+    found = drafter_module(speculative.method).facts(speculative, checkpoint)
+    return DrafterFacts(**{"method": speculative.method, **found})
+
+
 def load_drafter(context: DrafterContext) -> Drafter:
-    """The drafter that ``context.speculative.method`` names."""
+    """The drafter that ``context.speculative.method`` names. Raises `UsageError`."""
     return drafter_module(context.speculative.method).load(context)

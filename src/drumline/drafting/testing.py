@@ -114,6 +114,10 @@ class Brittle(Oracle):
         super().__init__(speculative, context, outputs)
         self.traits = DrafterTraits(method=self.method, positions_max=self.positions_max)
 
+    @classmethod
+    def facts(cls, speculative: Any, checkpoint: Any) -> dict[str, Any]:
+        return {"positions_max": cls.positions_max}
+
     def guess(self, row: DraftRow, true: list[int]) -> list[int]:
         last = row.length + row.k - 1
         if last >= self.positions_max:

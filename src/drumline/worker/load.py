@@ -5,24 +5,34 @@ from __future__ import annotations
 import time
 
 import torch
+from numpy.typing import ArrayLike
 
 from drumline.config import Resolved
-from drumline.drafting.base import TargetModel
+from drumline.config.speculative import HOST_METHODS
+from drumline.core.errors import ConfigError
+from drumline.drafting.base import DrafterContext, PassLedger, TargetModel
+from drumline.drafting.registry import load_drafter
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.registry import model_module
 from drumline.ops import load_ops
-from drumline.ops.base import PagedBatch
+from drumline.ops.base import Ops, PagedBatch
 from drumline.sampling.accept import Verifier
+from drumline.sampling.draft import DraftSampler
 from drumline.sampling.sampler import Sampler
+from drumline.worker.speculator import Speculator
 from drumline.worker.worker import Worker
 
 WARMUP_TOKENS = 32
 
+# Whose errors cost drafts and nothing else: they share no pass with anybody.
+CONTAINED = (*HOST_METHODS, "custom_class")
+
 
 def load_worker(resolved: Resolved, checkpoint: Checkpoint) -> Worker:
-    """Loads weights and allocates the cache, ``resolved.kv_cache_bytes`` of it."""
+    """Loads weights and allocates the caches, ``resolved.kv_cache_bytes`` of them in all."""
     torch.set_num_threads(resolved.threads)
     ops = load_ops(resolved.ops_backend, resolved.device)
+    sampler = Sampler(checkpoint.config.vocab_size, resolved.config.model.logprobs_mode)
     with torch.inference_mode():
         module = model_module(checkpoint.config.model_type)
         model: TargetModel = module.Model(
@@ -37,8 +47,51 @@ def load_worker(resolved: Resolved, checkpoint: Checkpoint) -> Worker:
             spec.head_dim,
             resolved.kv_cache_dtype,
         )
-    sampler = Sampler(checkpoint.config.vocab_size, resolved.config.model.logprobs_mode)
-    return Worker(model, ops, cache, Verifier(sampler))
+        if resolved.speculation is None:
+            return Worker(model, ops, cache, Verifier(sampler))
+        speculator = load_speculator(resolved, checkpoint, model, ops, sampler)
+    verifier = Verifier(sampler, resolved.speculation.rejection_sample_method)
+    return Worker(model, ops, cache, verifier, speculator)
+
+
+def load_speculator(
+    resolved: Resolved, checkpoint: Checkpoint, model: TargetModel, ops: Ops, sampler: Sampler
+) -> Speculator:
+    """The drafter that the configuration asks for. Raises `UsageError` if it cannot be had."""
+    settings = resolved.speculation
+    assert settings is not None
+    vocab = checkpoint.config.vocab_size
+
+    def make_draft_sampler(
+        sharpening: float = 1.0, token_table: ArrayLike | None = None
+    ) -> DraftSampler:
+        # One history for drafts and target: it is the same, but for its end.
+        method = settings.draft_sample_method
+        return DraftSampler(vocab, method, sharpening, token_table, sampler.state)
+
+    ledger = PassLedger()
+    drafter = load_drafter(
+        DrafterContext(
+            speculative=settings,
+            checkpoint=checkpoint,
+            target=model,
+            ops=ops,
+            max_model_len=resolved.max_model_len,
+            num_kv_blocks=resolved.num_kv_blocks,
+            block_size=resolved.block_size,
+            kv_cache_dtype=resolved.kv_cache_dtype,
+            ledger=ledger,
+            make_draft_sampler=make_draft_sampler,
+        )
+    )
+    depth = checkpoint.config.num_hidden_layers
+    for tap in drafter.taps:
+        if not 0 <= tap <= depth:
+            problem = f"the drafter reads tap {tap}; the target has taps 0..{depth}"
+            raise ConfigError("speculative_config", settings.method, problem)
+    return Speculator(
+        drafter, ledger, vocab, settings.max_model_len, contained=settings.method in CONTAINED
+    )
 
 
 def warm_up(worker: Worker, tokens: int = WARMUP_TOKENS) -> float:

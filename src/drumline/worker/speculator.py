@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from drumline.core.errors import EngineError
@@ -47,12 +47,20 @@ class Outcome:
 
 
 class Speculator:
-    """Drives one drafter. ``contained``: its errors cost drafts, nothing else."""
+    """Drives one drafter. ``positions_max``: what the configuration allows it, if that is less
+    than it can. ``contained``: its errors cost drafts, nothing else."""
 
     def __init__(
-        self, drafter: Drafter, ledger: PassLedger, vocab_size: int, contained: bool = False
+        self,
+        drafter: Drafter,
+        ledger: PassLedger,
+        vocab_size: int,
+        positions_max: int | None = None,
+        contained: bool = False,
     ) -> None:
         self.drafter = drafter
+        bounds = [n for n in (positions_max, drafter.traits.positions_max) if n is not None]
+        self.traits = replace(drafter.traits, positions_max=min(bounds, default=None))
         self.ledger = ledger
         self.vocab_size = vocab_size
         self.contained = contained
@@ -83,7 +91,7 @@ class Speculator:
             for outcome, offset in zip(outcomes, offsets, strict=True)
         ]
         shapes = [(row.width, row.samples) for row in plan.rows]
-        self.ledger.begin(pass_sizes(self.drafter.traits, shapes, plan.draft_k))
+        self.ledger.begin(pass_sizes(self.traits, shapes, plan.draft_k))
         proposal = self._guarded(
             plan.step,
             lambda: self._propose(rows, output, plan.draft_k),
@@ -120,7 +128,7 @@ class Speculator:
         return found
 
     def _note_failure(self, step: int, error: Exception) -> None:
-        method = self.drafter.traits.method
+        method = self.traits.method
         what = f"{type(error).__name__}: {error}"
         self.failure_count += 1
         self._failures_in_a_row += 1
@@ -156,7 +164,7 @@ class Speculator:
             raise self._refused("probs that do not match its drafts one for one")
 
     def _refused(self, what: str) -> EngineError:
-        return EngineError(f"drafter {self.drafter.traits.method} returned {what}")
+        return EngineError(f"drafter {self.traits.method} returned {what}")
 
 
 def _draft_row(outcome: Outcome, offset: int, draft_k: int) -> DraftRow:

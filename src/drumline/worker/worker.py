@@ -15,6 +15,7 @@ from torch import Tensor
 
 from drumline.core.plan import Row, RowResult, StepPlan, StepResult
 from drumline.core.request import PositionLogprobs, Request
+from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import TargetModel
 from drumline.models.layers import ModelOutput
 from drumline.ops.base import KVCache, Ops
@@ -63,6 +64,11 @@ class Worker:
         self.sampler = verifier.sampler
         self.speculator = speculator
         self._sequences: dict[int, SequenceState] = {}
+
+    @property
+    def traits(self) -> DrafterTraits | None:
+        """The drafter's, as it is used here; None without one."""
+        return None if self.speculator is None else self.speculator.traits
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs the target over the plan's rows, samples where a row says so, and drafts."""
