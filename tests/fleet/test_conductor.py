@@ -9,7 +9,7 @@ from drumline.lockstep.conductor import SoloConductor
 
 
 def row(samples: bool, drafts: tuple[int, ...] = ()) -> Row:
-    return Row(0, 0, (1,), (0,), samples, drafts)
+    return Row(0, 0, (1,), (0,), samples, drafts, draft_limit=9, draft_max=3)
 
 
 def test_steps_are_numbered_and_widths_follow_the_last_step() -> None:

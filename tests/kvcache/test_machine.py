@@ -30,11 +30,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.content: dict[int, tuple[int, ...]] = {}
         self.holders: list[Holder] = []
 
-    @rule(tokens=st.lists(TOKENS, min_size=1, max_size=10), give_up=st.booleans())
-    def arrive(self, tokens: list[int], give_up: bool) -> None:
+    @rule(tokens=st.lists(TOKENS, min_size=1, max_size=10))
+    def arrive(self, tokens: list[int]) -> None:
         holder = Holder(self.pool, tokens)
         holder.chain.extend(tokens, len(tokens))
-        found = holder.table.match(holder.chain, len(tokens), give_up_last_block=give_up)
+        found = holder.table.match(holder.chain, len(tokens))
         size = self.pool.block_size
         for index, block_id in enumerate(found):
             assert self.content[block_id] == tuple(tokens[: (index + 1) * size])

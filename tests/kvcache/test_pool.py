@@ -107,8 +107,6 @@ def test_a_match_leaves_at_least_one_token_to_compute() -> None:
     tokens = [*range(16), 99]
     assert len(table.match(chain_of(tokens), 17)) == 4
     assert len(table.match(chain_of(tokens[:16]), 16)) == 3
-    assert len(table.match(chain_of(tokens), 17, give_up_last_block=True)) == 3
-    assert table.match(chain_of([0, 1]), 2, give_up_last_block=True) == []
 
 
 def test_a_key_stands_for_the_whole_prefix_and_its_extras() -> None:

@@ -31,7 +31,8 @@ def random_settings(rng: random.Random) -> SchedulerSettings:
         long_prefill_token_threshold=rng.choice([0, 0, 3]),
         num_speculative_tokens=rng.choice([0, 1, 3, 5]),
         drafter_range=rng.choice([None, None, 20]),
-        drafter_gives_up_block=rng.random() < 0.3,
+        drafter_recomputes_one=rng.random() < 0.3,
+        drafter_keeps_state=rng.random() < 0.5,
     )
 
 

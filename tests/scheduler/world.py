@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from drumline.core.params import SamplingParams
-from drumline.core.plan import Event, Row, RowResult, StepPlan, StepResult
+from drumline.core.plan import Event, Row, RowResult, SpeculationStats, StepPlan, StepResult
 from drumline.core.request import FinishReason, PositionLogprobs, Request, TokenLogprob
 from drumline.kvcache import BlockPool
 from drumline.lockstep.conductor import SoloConductor
-from drumline.scheduler import Scheduler, SchedulerSettings, TokenFinish
+from drumline.scheduler import DraftLength, Scheduler, SchedulerSettings, TokenFinish
 
 VOCAB = 128
 PROMPT_LOGPROBS = SamplingParams(prompt_logprobs=0)
@@ -55,6 +55,7 @@ def make_request(
     stops: Sequence[int] = (),
     priority: int = 0,
     params: SamplingParams = PLAIN,
+    k: int | None = None,
 ) -> Request:
     return Request(
         number=number,
@@ -64,6 +65,7 @@ def make_request(
         seed=0,
         stop_token_ids=frozenset(stops),
         priority=priority,
+        num_speculative_tokens=k,
     )
 
 
@@ -78,6 +80,7 @@ class HashWorker:
         self.memory: list[bytes | None] = [None] * (pool.block_count * pool.block_size)
         self.drafted = 0
         self.accepted = 0
+        self.recomputed = 0
         self._random = random.Random(seed)
         self._script: dict[int, list[int]] = {}
 
@@ -96,13 +99,27 @@ class HashWorker:
         writers: set[int] = set()
         for row in plan.rows:
             size = self.pool.block_size
-            first, last = row.start // size, (row.start + row.width - 1) // size
+            start = row.start + self._again(row)
+            first, last = start // size, (row.start + row.width - 1) // size
             for block_id in row.block_ids[first : last + 1]:
                 assert block_id not in writers, "two rows write into one block"
                 assert self.pool.reference_count(block_id) == 1, "a shared block is written"
                 assert not self.pool.is_registered(block_id), "a findable block is written"
                 writers.add(block_id)
         return StepResult(plan.step, tuple(self._run(row, plan) for row in plan.rows))
+
+    def _again(self, row: Row) -> int:
+        """1 if the row begins with the last position of a block that others may read: computed
+        once more for the drafter's sake, which must write what stands there already."""
+        block_id = row.block_ids[row.start // self.pool.block_size]
+        if not self.pool.is_registered(block_id):
+            return 0
+        assert (row.start + 1) % self.pool.block_size == 0, "a findable block is written"
+        before = b"" if row.start == 0 else self.memory[self._slot(row, row.start - 1)]
+        assert before is not None
+        assert self.memory[self._slot(row, row.start)] == _entry(before, row.tokens[0])
+        self.recomputed += 1
+        return 1
 
     def _slot(self, row: Row, position: int) -> int:
         size = self.pool.block_size
@@ -200,6 +217,7 @@ class Told:
     reasons: list[FinishReason] = field(default_factory=list)
     stop_reason: int | str | None = None
     cached_token_count: int = 0
+    speculation: SpeculationStats | None = None
 
 
 class World:
@@ -213,9 +231,10 @@ class World:
         block_size: int = 4,
         skill: float = 0.0,
         seed: int = 0,
+        draft_length: DraftLength | None = None,
     ) -> None:
         self.pool = BlockPool(block_count, block_size)
-        self.scheduler = Scheduler(settings, self.pool)
+        self.scheduler = Scheduler(settings, self.pool, draft_length)
         self.conductor = SoloConductor()
         self.worker = HashWorker(self.pool, skill, seed)
         self.finish = TokenFinish()
@@ -267,6 +286,7 @@ class World:
         if event.finish_reason is not None:
             told.reasons.append(event.finish_reason)
             told.stop_reason = event.stop_reason
+            told.speculation = event.speculation
         if event.cached_token_count:
             assert fresh, "cached tokens are told in the first event"
             told.cached_token_count = event.cached_token_count

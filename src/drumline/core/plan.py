@@ -59,7 +59,7 @@ class StepProposal:
     rows: tuple[Row, ...]
     admitted: tuple[Admission, ...] = ()
     released: tuple[int, ...] = ()
-    draft_wish: int = 0  # draft length this replica would choose alone
+    draft_wish: int = 0  # draft length this replica would choose alone; decoding requests vote
 
     @property
     def token_count(self) -> int:
@@ -75,8 +75,13 @@ class StepPlan:
     rows: tuple[Row, ...]
     admitted: tuple[Admission, ...] = ()
     released: tuple[int, ...] = ()
-    draft_k: int = 0  # num_spec_tokens_to_schedule: what to draft in this step
+    draft_k: int = 0  # what to draft in this step
     verify_width: int = 1  # 1 + draft_k of the last executed step
+
+    @property
+    def num_spec_tokens_to_schedule(self) -> int:
+        """``draft_k`` under the name that vLLM's scheduler output has for it."""
+        return self.draft_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,23 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What drafts brought. ``drafts``: verify passes of a row with at least one draft.
+    ``drafted``: drafts that were verified; ``accepted``: those that became kept tokens, in all and
+    ``accepted_per_position`` of a pass, which has an entry per configured draft."""
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verify pass, the target's own included; 1.0 where nothing was drafted."""
+        return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """What a request's owner is told after a commit: kept tokens, and the end if it came."""
 
@@ -116,3 +138,4 @@ class Event:
     stop_reason: int | str | None = None
     cached_token_count: int = 0  # prompt tokens that came from the prefix cache
     error: str | None = None
+    speculation: SpeculationStats | None = None  # with the end, where speculation is configured

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from drumline.core.clock import Clock
 from drumline.core.errors import EngineError, Refused, RequestError
-from drumline.core.plan import Event, StepPlan, StepResult
+from drumline.core.plan import Event, SpeculationStats, StepPlan, StepResult
 from drumline.core.request import Finish, FinishReason, Request
 from drumline.lockstep.conductor import Conductor
 from drumline.scheduler import Scheduler
@@ -53,6 +53,7 @@ class StepStats:
     draft_k: int
     usage: float
     seconds: float
+    speculation: SpeculationStats  # of all steps up to and with this one
 
 
 class Replica:
@@ -118,6 +119,7 @@ class Replica:
 
     def _count(self, plan: StepPlan, events: Sequence[Event], seconds: float) -> StepStats:
         self.step_count += 1
+        self.scheduler.note_seconds(plan, seconds)
         histogram = self.draft_length_histogram
         histogram[plan.draft_k] = histogram.get(plan.draft_k, 0) + 1
         preemption_count = self.scheduler.preemption_count - self._preemptions_before
@@ -131,4 +133,5 @@ class Replica:
             draft_k=plan.draft_k,
             usage=self.scheduler.pool.usage,
             seconds=seconds,
+            speculation=self.scheduler.speculation,
         )

@@ -7,7 +7,8 @@ rewind said twice is the same rewind:
     block_ids      7    |    3    |    9         capacity = 12
     truncate(8) gives block 9 back; truncate(9) keeps it
 
-A block that can be found by its key is never written again: rewinds stop before it or drop it.
+A block that can be found by its key keeps its bits: rewinds stop before it or drop it. One position
+of it may be computed again, by a sequence that adopts it; that writes what stands there.
 """
 
 from __future__ import annotations
@@ -40,19 +41,13 @@ class BlockTable:
         """Tokens that fit into the blocks held."""
         return len(self._block_ids) * self._pool.block_size
 
-    def match(
-        self, chain: PrefixChain, length: int, *, give_up_last_block: bool = False
-    ) -> list[int]:
+    def match(self, chain: PrefixChain, length: int) -> list[int]:
         """Cached blocks for a prefix of ``length`` tokens, for `adopt`.
 
-        At least one token stays to be computed, so that there are logits to sample from. A
-        drafter that needs the target's hidden state before its first token gives up one more.
+        At least one token stays to be computed, so that there are logits to sample from.
         """
         full_count = min((length - 1) // self._pool.block_size, len(chain.keys) - 1)
-        found = self._pool.find(chain.keys[1 : 1 + full_count])
-        if give_up_last_block and found:
-            found.pop()
-        return found
+        return self._pool.find(chain.keys[1 : 1 + full_count])
 
     def adopt(self, found: Sequence[int]) -> int:
         """Starts an empty table with matched blocks; returns the tokens they hold."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from drumline.core.plan import StepPlan, StepProposal
+from drumline.core.plan import Row, StepPlan, StepProposal
 
 
 class Conductor(Protocol):
@@ -18,8 +18,16 @@ class Conductor(Protocol):
         ...
 
 
+def may_draft(row: Row) -> bool:
+    """Whether the row can bring a draft, even if all it verifies now is turned down."""
+    return row.samples and row.draft_max > 0 and row.draft_limit > row.start + len(row.tokens) + 1
+
+
 class SoloConductor:
-    """Numbers the steps of one rank; every sealed plan is taken to be executed."""
+    """Numbers the steps of one rank; every sealed plan is taken to be executed.
+
+    Where no row can bring a draft nothing is drafted: nobody waits for the passes of one rank.
+    """
 
     def __init__(self, epoch: int = 0) -> None:
         self._epoch = epoch
@@ -30,8 +38,7 @@ class SoloConductor:
         width = self._verify_width
         for row in proposal.rows:
             assert len(row.drafts) < width, f"request {row.number} brings drafts of another step"
-        samples = any(row.samples for row in proposal.rows)
-        draft_k = proposal.draft_wish if samples else 0
+        draft_k = proposal.draft_wish if any(map(may_draft, proposal.rows)) else 0
         plan = StepPlan(
             epoch=self._epoch,
             step=self._step,

@@ -16,28 +16,46 @@ Knows neither tensors nor text nor time; the cache is block ids, a model is what
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from dataclasses import replace
-from operator import attrgetter
 
 from drumline.core.errors import Refused
-from drumline.core.plan import Admission, Event, Row, RowResult, StepPlan, StepProposal, StepResult
+from drumline.core.plan import (
+    Admission,
+    Event,
+    Row,
+    RowResult,
+    SpeculationStats,
+    StepPlan,
+    StepProposal,
+    StepResult,
+)
 from drumline.core.request import Finish, FinishReason, PositionLogprobs, Request, Verdict
 from drumline.kvcache import BlockPool, blocks_for
-from drumline.scheduler.sequence import Sequence
+from drumline.scheduler.counts import SpeculationCounts
+from drumline.scheduler.draft_length import DraftLength, StaticDraftLength
+from drumline.scheduler.drafts import draft_max, grant_drafts, reserve_ahead
+from drumline.scheduler.finish import check_verdict
+from drumline.scheduler.sequence import Sequence, by_order, discard
 from drumline.scheduler.settings import Limits, SchedulerSettings, check_fits
-
-by_order = attrgetter("order")
 
 
 class Scheduler:
     """Decides who runs, and keeps what came of it. One per replica; holds every live request."""
 
-    def __init__(self, settings: SchedulerSettings, pool: BlockPool) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        pool: BlockPool,
+        draft_length: DraftLength | None = None,
+    ) -> None:
         self.settings = settings
         self.pool = pool
+        self.draft_length = draft_length or StaticDraftLength(settings.num_speculative_tokens)
         self.limits = Limits(settings.max_model_len, pool.block_count, pool.block_size)
         self.preemption_count = 0
+        self.num_spec_tokens_to_schedule = 0  # the wish of the last proposal
+        self._speculation = SpeculationCounts(settings.num_speculative_tokens)
         self._sequences: dict[int, Sequence] = {}
         self._running: list[Sequence] = []  # both lists ascend in the total order
         self._waiting: list[Sequence] = []
@@ -60,6 +78,11 @@ class Scheduler:
         return max(0, self.settings.max_waiting - len(self._waiting))
 
     @property
+    def speculation(self) -> SpeculationStats:
+        """What drafts brought to all requests so far."""
+        return self._speculation.stats()
+
+    @property
     def has_work(self) -> bool:
         """Any unfinished request or undelivered event."""
         return bool(self._sequences or self._events)
@@ -71,7 +94,9 @@ class Scheduler:
         if not self.waiting_room:
             raise Refused(f"the queue is full: max_waiting={self.settings.max_waiting}")
         priority = request.priority if self.settings.policy == "priority" else 0
-        sequence = Sequence(request, (priority, request.number), self.pool)
+        sequence = Sequence(
+            request, (priority, request.number), self.pool, self.settings.num_speculative_tokens
+        )
         self._sequences[request.number] = sequence
         insort(self._waiting, sequence, key=by_order)
 
@@ -100,16 +125,19 @@ class Scheduler:
         """The rows this replica wants to run next; no rows if nothing can run."""
         self._apply_cancellations()
         decoding, prefilling = self._continue_running()
+        wish = self.draft_length.wish([sequence.number for sequence in decoding])
+        assert 0 <= wish <= self.settings.num_speculative_tokens
+        self.num_spec_tokens_to_schedule = wish
         left = self.settings.max_num_batched_tokens - len(self._running)
         shares = [1] * len(prefilling)
         chunked = self.settings.enable_chunked_prefill
         if chunked:  # guesses and prompts share what is left
             hungry = bool(prefilling) or self._has_candidate()
-            left -= self._grant_drafts(decoding, left // 2 if hungry else left)
+            left -= grant_drafts(decoding, left // 2 if hungry else left)
         left = self._extend_prefills(prefilling, shares, left)
         left = self._admit(prefilling, shares, left)
         if not chunked:  # a whole prompt must not wait for guesses
-            self._grant_drafts(decoding, left)
+            grant_drafts(decoding, left)
         rows = [self._row(sequence, 1) for sequence in decoding]
         rows += [self._row(*pair) for pair in zip(prefilling, shares, strict=True)]
         self._proposed = tuple(rows)
@@ -121,7 +149,7 @@ class Scheduler:
                 if not sequence.known
             ),
             released=tuple(self._released),
-            draft_wish=self.settings.num_speculative_tokens,
+            draft_wish=wish,
         )
 
     def _continue_running(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -141,17 +169,17 @@ class Scheduler:
     def _make_room(self, needy: Sequence) -> None:
         for sequence in reversed(self._running):
             if sequence.table.truncate(sequence.committed_count):
-                sequence.drafts = ()
+                sequence.drop_drafts()
                 return
         victim = self._running[-1]
         assert victim is not needy or len(self._running) > 1, "a request alone lacks a block"
         self._preempt(victim)
 
     def _preempt(self, sequence: Sequence) -> None:
-        _discard(self._running, sequence)
+        discard(self._running, sequence)
         sequence.table.release()
         sequence.computed_count = 0
-        sequence.drafts = ()
+        sequence.drop_drafts()
         if sequence.known:
             self._released.append(sequence.number)
             sequence.known = False
@@ -160,17 +188,6 @@ class Scheduler:
 
     def _has_candidate(self) -> bool:
         return bool(self._waiting) and len(self._running) < self.settings.seat_count
-
-    def _grant_drafts(self, decoding: list[Sequence], allowance: int) -> int:
-        """Trims drafts to the allowance, the latest first; returns how many stay."""
-        granted = 0
-        for sequence in decoding:
-            if sequence.drafts:
-                sequence.drafts = sequence.drafts[: allowance - granted]
-                granted += len(sequence.drafts)
-                # Their slots were kept when they came; who lost the slots lost the drafts.
-                assert sequence.table.capacity >= sequence.committed_count + len(sequence.drafts)
-        return granted
 
     def _extend_prefills(self, prefilling: list[Sequence], shares: list[int], left: int) -> int:
         for index, sequence in enumerate(prefilling):
@@ -195,7 +212,9 @@ class Scheduler:
             sequence = self._waiting[0]
             length = sequence.committed_count
             found = self._match(sequence)
-            share = self._chunk(length - len(found) * size)
+            # The drafter's entry for the first own slot is made of the state before it.
+            again = 1 if found and self.settings.drafter_recomputes_one else 0
+            share = self._chunk(length - len(found) * size + again)
             if self.settings.enable_chunked_prefill:
                 share = min(share, left)
             # Beside others, some room to grow: else it would soon be preempted again.
@@ -204,7 +223,7 @@ class Scheduler:
                 break
             del self._waiting[0]
             insort(self._running, sequence, key=by_order)
-            sequence.computed_count = sequence.table.adopt(found)
+            sequence.computed_count = sequence.table.adopt(found) - again
             reserved = sequence.table.reserve(length)
             assert reserved, "the pool said that the blocks are there"
             self._note_first_match(sequence)
@@ -218,8 +237,7 @@ class Scheduler:
             return []
         length = sequence.committed_count
         sequence.chain.extend(sequence.token_ids, length)
-        give_up = self.settings.drafter_gives_up_block
-        return sequence.table.match(sequence.chain, length, give_up_last_block=give_up)
+        return sequence.table.match(sequence.chain, length)
 
     def _note_first_match(self, sequence: Sequence) -> None:
         """Counts a request's prefix hits once: finding its own blocks again is no hit."""
@@ -234,36 +252,24 @@ class Scheduler:
         start = sequence.computed_count
         end = start + count
         samples = end == sequence.committed_count
-        drafts = sequence.drafts if samples else ()
-        draft_max = self._draft_max(sequence) if samples else 0
-        draft_limit = self._draft_limit(sequence, end + len(drafts), draft_max)
+        drafts: tuple[int, ...] = ()
+        most = limit = 0
+        if samples:
+            drafts = sequence.drafts
+            most = draft_max(sequence, self.settings, self.draft_length)
+            limit = reserve_ahead(sequence, self.settings, end + len(drafts), most)
+        else:  # a proposal that was not executed may have gone further
+            sequence.table.truncate(sequence.committed_count)
         return Row(
             number=sequence.number,
             start=start,
             tokens=tuple(sequence.token_ids[start:end]),
-            draft_limit=draft_limit,
-            draft_max=draft_max,
+            draft_limit=limit,
+            draft_max=most,
             block_ids=sequence.table.block_ids,
             samples=samples,
             drafts=drafts,
         )
-
-    def _draft_max(self, sequence: Sequence) -> int:
-        """The request's own draft length, at most the configured one."""
-        configured = self.settings.num_speculative_tokens
-        asked = sequence.request.num_speculative_tokens
-        return configured if asked is None else min(asked, configured)
-
-    def _draft_limit(self, sequence: Sequence, end: int, draft_max: int) -> int:
-        """The first position that may hold no draft; slots ahead are taken only if nobody lacks."""
-        if not draft_max:
-            return 0
-        limit = sequence.request.length_max
-        if self.settings.drafter_range is not None:
-            limit = min(limit, self.settings.drafter_range)
-        # All drafts kept and one token more, then the next drafts, then the limit itself.
-        limit = min(limit, sequence.table.reserve_most(min(limit, end + 1 + draft_max + 1)))
-        return max(0, limit - 1)
 
     # ---- commit ------------------------------------------------------------------------------
 
@@ -286,7 +292,15 @@ class Scheduler:
             sequence = self._sequences.get(row.number)
             if sequence is not None:
                 self._commit_row(sequence, row, outcome, plan.draft_k, finish)
+        self.draft_length.executed()
         return self.take_events()
+
+    def note_seconds(self, plan: StepPlan, seconds: float) -> None:
+        """How long a committed step took. It says what a draft length costs if nobody was in
+        prefill and the length was the same before and in it."""
+        steady = plan.verify_width == 1 + plan.draft_k
+        if steady and all(row.samples and len(row.tokens) == 1 for row in plan.rows):
+            self.draft_length.observe_seconds(len(plan.rows), plan.draft_k, seconds)
 
     def _commit_row(
         self, sequence: Sequence, row: Row, outcome: RowResult, draft_k: int, finish: Finish
@@ -307,7 +321,8 @@ class Scheduler:
         assert 0 <= accepted_count <= len(row.drafts)
         assert tokens[:-1] == row.drafts[:accepted_count], "accepted is not what was drafted"
         verdict = finish.judge(sequence.request, sequence.output_count, tokens)
-        self._check_verdict(sequence, verdict, len(tokens))
+        check_verdict(sequence, verdict, len(tokens))
+        self._note_drafts(sequence, row, accepted_count, verdict.kept)
         kept = tokens[: verdict.kept]
         sequence.token_ids.extend(kept)
         # The last token is never computed in the step that brings it.
@@ -322,13 +337,13 @@ class Scheduler:
         sequence.table.truncate(sequence.committed_count + len(sequence.drafts))
         self._events.append(sequence.event(verdict, kept, logprobs, prompt_logprobs))
 
-    def _check_verdict(self, sequence: Sequence, verdict: Verdict, count: int) -> None:
-        """The other half of the agreement with `Finish`: limits hold exactly."""
-        assert 1 <= verdict.kept <= count
-        assert verdict.reason is not None or verdict.kept == count, "tokens dropped without an end"
-        length = sequence.committed_count + verdict.kept
-        assert length <= sequence.request.length_max, "a request ran past its limit"
-        assert verdict.reason is not None or length < sequence.request.length_max
+    def _note_drafts(
+        self, sequence: Sequence, row: Row, accepted_count: int, kept_count: int
+    ) -> None:
+        """What was right teaches; what was right and kept is reported."""
+        self.draft_length.observe(sequence.number, sequence.asked_count, accepted_count)
+        for counts in (sequence.speculation, self._speculation):
+            counts.note(len(row.drafts), min(accepted_count, kept_count))
 
     def _register(self, sequence: Sequence) -> None:
         if self.settings.enable_prefix_caching:
@@ -353,10 +368,13 @@ class Scheduler:
     ) -> None:
         """Tells the end and forgets the request; its full blocks may stay findable."""
         event = sequence.event(verdict, kept, logprobs, prompt_logprobs)
-        self._events.append(event if error is None else replace(event, error=error))
+        speculates = self.settings.num_speculative_tokens > 0
+        speculation = sequence.speculation.stats() if speculates else None
+        self._events.append(replace(event, error=error, speculation=speculation))
+        self.draft_length.forget(sequence.number)
         del self._sequences[sequence.number]
-        if not _discard(self._running, sequence):
-            found = _discard(self._waiting, sequence)
+        if not discard(self._running, sequence):
+            found = discard(self._waiting, sequence)
             assert found, "a live request neither runs nor waits"
         sequence.table.release()
         if sequence.known:
@@ -378,11 +396,3 @@ class Scheduler:
             surplus = sequence.table.capacity - sequence.committed_count - len(sequence.drafts)
             assert surplus < self.pool.block_size, "slots are held that nobody will fill"
         assert len(self._sequences) == len(self._running) + len(self._waiting)
-
-
-def _discard(items: list[Sequence], sequence: Sequence) -> bool:
-    index = bisect_left(items, sequence.order, key=by_order)
-    if index < len(items) and items[index] is sequence:
-        del items[index]
-        return True
-    return False

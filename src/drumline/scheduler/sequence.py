@@ -8,15 +8,20 @@ Only the scheduler changes a `Sequence`; it never leaves this room.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from operator import attrgetter
+
 from drumline.core.plan import Event
 from drumline.core.request import PositionLogprobs, Request, Verdict
 from drumline.kvcache import BlockPool, BlockTable, PrefixChain
+from drumline.scheduler.counts import SpeculationCounts
 
 
 class Sequence:
     """Mutable state of one unfinished request. ``order`` is its place in the total order."""
 
     __slots__ = (
+        "asked_count",
         "cached_token_count",
         "cancelled",
         "chain",
@@ -27,17 +32,26 @@ class Sequence:
         "prompt_logprob_count",
         "request",
         "seen",
+        "speculation",
         "table",
         "token_ids",
         "told",
     )
 
-    def __init__(self, request: Request, order: tuple[int, int], pool: BlockPool) -> None:
+    def __init__(
+        self,
+        request: Request,
+        order: tuple[int, int],
+        pool: BlockPool,
+        num_speculative_tokens: int = 0,
+    ) -> None:
         self.request = request
         self.order = order
         self.token_ids = list(request.prompt_token_ids)  # committed: prompt, then output
         self.computed_count = 0
         self.drafts: tuple[int, ...] = ()
+        self.asked_count = 0  # drafts the drafter was asked for when it gave those
+        self.speculation = SpeculationCounts(num_speculative_tokens)
         self.table = BlockTable(pool)
         self.chain = PrefixChain(pool.block_size)
         self.known = False  # the workers have an executed admission of it
@@ -71,6 +85,17 @@ class Sequence:
             end = self.committed_count + len(drafts)
             assert end <= draft_limit, "a draft stands at or past its row's limit"
         self.drafts = drafts
+        self.asked_count = max(0, min(draft_limit - self.committed_count, count_max))
+
+    def trim_drafts(self, count_max: int) -> None:
+        """Keeps the first ones; what is dropped was neither right nor wrong."""
+        if len(self.drafts) > count_max:
+            self.drafts = self.drafts[:count_max]
+            self.asked_count = count_max
+
+    def drop_drafts(self) -> None:
+        self.drafts = ()
+        self.asked_count = 0
 
     def fresh_prompt_logprobs(
         self, start: int, entries: tuple[PositionLogprobs, ...]
@@ -103,3 +128,15 @@ class Sequence:
             stop_reason=verdict.stop_reason,
             cached_token_count=cached_token_count,
         )
+
+
+by_order = attrgetter("order")
+
+
+def discard(items: list[Sequence], sequence: Sequence) -> bool:
+    """Takes a sequence out of a list in ascending order; False if it is not there."""
+    index = bisect_left(items, sequence.order, key=by_order)
+    if index < len(items) and items[index] is sequence:
+        del items[index]
+        return True
+    return False

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from drumline.config import Resolved
 from drumline.core.errors import PromptTooLong, RequestError
 from drumline.core.request import Request
+from drumline.core.traits import DrafterTraits
 from drumline.kvcache import blocks_for
 
 Policy = Literal["fcfs", "priority"]
@@ -20,7 +22,8 @@ Policy = Literal["fcfs", "priority"]
 class SchedulerSettings:
     """``max_waiting`` bounds the queue. ``drafter_range`` is the number of positions a drafter can
     take, already shortened by one for block drafters; None: no limit of its own.
-    ``drafter_gives_up_block``: the drafter needs taps, see `BlockTable.match`.
+    ``drafter_recomputes_one``: it needs taps, so that after a prefix hit the last matched position
+    is computed again. ``drafter_keeps_state``: it has entries of its own in a sequence's slots.
     """
 
     max_model_len: int
@@ -33,7 +36,8 @@ class SchedulerSettings:
     long_prefill_token_threshold: int = 0  # most prompt tokens of one request per step; 0: no limit
     num_speculative_tokens: int = 0
     drafter_range: int | None = None
-    drafter_gives_up_block: bool = False
+    drafter_recomputes_one: bool = False
+    drafter_keeps_state: bool = False
 
     def __post_init__(self) -> None:
         assert self.max_model_len >= 2, "a prompt token and an output token"
@@ -51,6 +55,25 @@ class SchedulerSettings:
     def seat_count(self) -> int:
         """Requests that may run at once: each of them gets at least one token in every step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+def scheduler_settings(resolved: Resolved, drafter: DrafterTraits | None) -> SchedulerSettings:
+    """The settings of an engine with this drafter; None: nobody drafts."""
+    assert (drafter is None) == (resolved.speculation is None), "a drafter is asked for, or none"
+    config = resolved.config
+    return SchedulerSettings(
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_waiting=config.server.max_num_queued_reqs + config.scheduler.max_num_seqs,
+        policy="priority" if config.scheduler.scheduling_policy == "priority" else "fcfs",
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        num_speculative_tokens=resolved.num_speculative_tokens,
+        drafter_range=None if drafter is None else drafter.drafter_range,
+        drafter_recomputes_one=drafter is not None and drafter.needs_taps,
+        drafter_keeps_state=drafter is not None and drafter.stateful,
+    )
 
 
 @dataclass(frozen=True, slots=True)
