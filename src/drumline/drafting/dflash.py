@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.config import SpeculativeConfig
 from drumline.core.traits import DrafterTraits
 from drumline.drafting import checkpoint as files
 from drumline.drafting.base import DrafterContext, DraftRow, Proposal
@@ -28,7 +29,7 @@ from drumline.drafting.dflash_network import (
     read_config,
     tensor_shapes,
 )
-from drumline.drafting.passes import Lane, PassInputs, draw, proposal, with_table
+from drumline.drafting.passes import Lane, PassInputs, draw, proposal
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import ModelOutput
@@ -51,8 +52,7 @@ class DFlashDrafter:
         self.ledger = context.ledger
         self.positions_max = positions
         self.padded = not context.speculative.disable_padded_drafter_batch
-        sampler = context.make_draft_sampler(network.config.sharpening)
-        self.sampler = sampler if table is None else with_table(sampler, table)
+        self.sampler = context.make_draft_sampler(network.config.sharpening, table)
         spec = network.kv_spec
         self.cache = context.ops.allocate_kv(
             spec.layers,
@@ -165,7 +165,7 @@ class DFlashDrafter:
 # ---------------------------------------------------------------- loading
 
 
-def facts(speculative: Any, checkpoint: Checkpoint) -> Mapping[str, Any]:
+def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:
     """See `DrafterModule.facts`."""
     folder = files.draft_folder(speculative)
     config = read_config(files.open_config(folder), checkpoint.config)
@@ -194,7 +194,7 @@ def load(context: DrafterContext) -> DFlashDrafter:
     return DFlashDrafter(network, context, positions, table)
 
 
-def _positions(config: DFlashConfig, speculative: Any) -> int:
+def _positions(config: DFlashConfig, speculative: SpeculativeConfig) -> int:
     asked = speculative.max_model_len
     longest = config.layers.max_context_length
     return longest if asked is None else min(asked, longest)

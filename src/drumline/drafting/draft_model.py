@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.config import SpeculativeConfig
 from drumline.core.errors import CheckpointError, ConfigError
 from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import DrafterContext, DraftRow, Proposal, TargetModel
-from drumline.drafting.passes import Lane, PassInputs, draw, proposal, with_table
+from drumline.drafting.passes import Lane, PassInputs, draw, proposal
 from drumline.drafting.vocab_map import VocabMap, same_tokens
 from drumline.models.checkpoint import Checkpoint, open_checkpoint
 from drumline.models.config import ArchitectureConfig
@@ -68,9 +69,7 @@ class DraftModelDrafter:
         self.ledger = context.ledger
         self.positions_max = positions
         self.padded = not context.speculative.disable_padded_drafter_batch
-        self.sampler = context.make_draft_sampler(1.0)
-        if speech.table is not None:
-            self.sampler = with_table(self.sampler, speech.table)
+        self.sampler = context.make_draft_sampler(token_table=speech.table)
         spec = model.kv_spec
         self.cache = context.ops.allocate_kv(
             spec.layers,
@@ -160,7 +159,7 @@ class DraftModelDrafter:
 # ---------------------------------------------------------------- loading
 
 
-def facts(speculative: Any, checkpoint: Checkpoint) -> Mapping[str, Any]:
+def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:
     """See `DrafterModule.facts`."""
     draft = _open(speculative)
     config = draft.config
@@ -183,13 +182,13 @@ def load(context: DrafterContext) -> DraftModelDrafter:
     return DraftModelDrafter(model, speech, context, positions)
 
 
-def _open(speculative: Any) -> Checkpoint:
+def _open(speculative: SpeculativeConfig) -> Checkpoint:
     if speculative.model is None:
         raise ConfigError("speculative_config.model", None, "draft_model needs a checkpoint")
     return open_checkpoint(resolve_model(speculative.model))
 
 
-def _positions(config: ArchitectureConfig, speculative: Any) -> int:
+def _positions(config: ArchitectureConfig, speculative: SpeculativeConfig) -> int:
     """The model's own range, or less where ``max_model_len`` of the speculative config says so."""
     asked = speculative.max_model_len
     longest = config.max_context_length

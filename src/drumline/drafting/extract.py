@@ -27,10 +27,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drumline.config import SpeculativeConfig
 from drumline.core.errors import ConfigError, EngineError
 from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import DrafterContext, DraftRow, Proposal
 from drumline.drafting.host import no_facts
+from drumline.models.checkpoint import Checkpoint
 from drumline.models.layers import ModelOutput
 
 TOKENS = "token_ids"
@@ -127,7 +129,7 @@ class HiddenStatesWriter:
         os.replace(unfinished, path)
 
 
-def facts(speculative: Any, checkpoint: Any) -> Mapping[str, Any]:
+def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:
     """See `DrafterModule.facts`: no weights, no cache, no positions of its own."""
     return no_facts(speculative, checkpoint)
 

@@ -96,10 +96,3 @@ def draw(sampler: DraftSampler, lanes: Sequence[Lane], logits: Tensor) -> None:
 def proposal(lanes: Sequence[Lane]) -> Proposal:
     """What the lanes hold, row by row."""
     return Proposal.of([lane.drafts for lane in lanes])
-
-
-def with_table(sampler: DraftSampler, table: Sequence[int]) -> DraftSampler:
-    """The same sampler for a draft vocabulary; ``table``: ascending target ids."""
-    return DraftSampler(
-        sampler.vocab_size, sampler.method, sampler.sharpening, list(table), sampler.state
-    )
