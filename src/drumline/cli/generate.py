@@ -30,6 +30,7 @@ from drumline.cli.terminal import printable
 from drumline.core.errors import EngineError, RequestError, UsageError
 
 if TYPE_CHECKING:
+    from drumline.core.plan import SpeculationStats
     from drumline.core.request import PositionLogprobs, TokenLogprob
     from drumline.engine.llm import LLM, Interrupt
     from drumline.engine.outputs import CompletionOutput, OutputDelta, RequestOutput, RequestRecord
@@ -160,6 +161,10 @@ class Session:
             "seconds": self.seconds,
             "decode_tokens_per_second": decode_speed(counters),
             "steps": counters.steps,
+            "speculation": {
+                **speculation_object(core.speculation),
+                "mean_acceptance_length": core.speculation.mean_acceptance_length,
+            },
             "draft_length_histogram": {str(k): v for k, v in core.draft_lengths.items()},
             "adjustments": [
                 {"field": a.field, "asked": a.asked, "used": a.used, "reason": a.reason}
@@ -276,13 +281,23 @@ def sample_object(
     }
     if completion.logprobs is not None:
         shown["logprobs"] = [position_object(entry) for entry in completion.logprobs]
-    shown["speculation"] = {"steps": 0, "drafted": 0, "accepted": 0, "accepted_per_position": []}
+    shown["speculation"] = speculation_object(completion.speculation)
     if output.prompt_logprobs is not None:
         shown["prompt_logprobs"] = [
             None if entry is None else position_object(entry) for entry in output.prompt_logprobs
         ]
     shown["stop_reason"] = completion.stop_reason
     return shown
+
+
+def speculation_object(stats: SpeculationStats | None) -> dict[str, Any]:
+    """``steps``: verify passes with at least one draft. A sample that never ran has none."""
+    return {
+        "steps": 0 if stats is None else stats.drafts,
+        "drafted": 0 if stats is None else stats.drafted,
+        "accepted": 0 if stats is None else stats.accepted,
+        "accepted_per_position": [] if stats is None else list(stats.accepted_per_position),
+    }
 
 
 def position_object(entry: PositionLogprobs) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def _read(where: str, entry: dict[str, Any], flags: Mapping[str, Any], chat: boo
 def _openai(entry: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's chat spelling: ``logprobs: true`` with ``top_logprobs``, and null as default."""
     defaults = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "allowed_token_ids"}
+    defaults.add("num_speculative_tokens")
     sampling = {k: v for k, v in sampling.items() if v is not None or k in defaults}
     if entry.get("max_completion_tokens") is not None:
         if entry.get("max_tokens") is not None:

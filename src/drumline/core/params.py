@@ -28,7 +28,9 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps every token. ``logprobs`` is the number of
     best alternatives to report beside the token itself (0: the token alone, -1: the vocabulary).
     ``max_tokens`` None means up to the model's limit. ``seed`` None lets the engine derive one,
-    which the output reports. Raises `RequestError` naming the parameter.
+    which the output reports. ``num_speculative_tokens`` is the most drafts per step, 0 for none
+    and None for as many as the engine is configured for; it changes the clock and no token. Raises
+    `RequestError` naming the parameter.
     """
 
     n: int = 1
@@ -52,6 +54,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for check in _CHECKS:
@@ -136,6 +139,7 @@ def _ranges(params: SamplingParams) -> None:
     _integer(params, "seed", -(2**63), SEED_LIMIT - 1, "a 64-bit integer or null", optional=True)
     _integer(params, "max_tokens", 1, COUNT_LIMIT, "at least 1, or null", optional=True)
     _integer(params, "min_tokens", 0, COUNT_LIMIT, "at least 0")
+    _integer(params, "num_speculative_tokens", 0, COUNT_LIMIT, "0 or more, or null", optional=True)
     _integer(params, "logprobs", -1, COUNT_LIMIT, "-1 (all), 0 or more, or null", optional=True)
     _integer(
         params, "prompt_logprobs", -1, COUNT_LIMIT, "-1 (all), 0 or more, or null", optional=True

@@ -16,8 +16,9 @@ import torch
 from drumline.config import EngineConfig, ModelFacts, Resolved, read_machine, resolve
 from drumline.core.clock import SystemClock
 from drumline.core.errors import EngineDead, EngineError, Refused
-from drumline.core.plan import Event, StepPlan, StepResult
+from drumline.core.plan import Event, SpeculationStats, StepPlan, StepResult
 from drumline.core.request import FinishReason, Request
+from drumline.drafting.registry import drafter_facts
 from drumline.engine.facts import EngineFacts, gather_facts, with_template
 from drumline.engine.finish import OutputJudge
 from drumline.engine.outputs import OutputDelta
@@ -27,8 +28,12 @@ from drumline.lockstep.conductor import SoloConductor
 from drumline.models.checkpoint import Checkpoint, open_checkpoint
 from drumline.models.fetch import resolve_model
 from drumline.models.tokenizer import IncrementalDetokenizer, Tokenizer
-from drumline.scheduler import Scheduler, SchedulerSettings
+from drumline.scheduler import Scheduler
+from drumline.scheduler.draft_cost import CostCurve
+from drumline.scheduler.draft_length import DraftLength, make_draft_length
+from drumline.scheduler.settings import scheduler_settings
 from drumline.worker.load import load_worker, warm_up
+from drumline.worker.measure import draft_micros, target_micros
 from drumline.worker.worker import Worker
 
 
@@ -70,7 +75,11 @@ class EngineCore:
         self.facts = facts
         self.counters = Counters()
         self.pool = BlockPool(resolved.num_kv_blocks, resolved.block_size)
-        self.scheduler = Scheduler(_settings(resolved), self.pool)
+        self.scheduler = Scheduler(
+            scheduler_settings(resolved, worker.traits),
+            self.pool,
+            _draft_length(resolved, worker),
+        )
         self.worker = worker
         self._judge = OutputJudge()
         self._arrived: list[Request] = []
@@ -99,7 +108,10 @@ class EngineCore:
         began = time.monotonic()
         path = resolve_model(config.model.model, config.model.revision)
         checkpoint = open_checkpoint(path)
-        resolved = resolve(config, model_facts(checkpoint), read_machine())
+        drafter = None
+        if config.speculation is not None:
+            drafter = drafter_facts(config.speculation, checkpoint)
+        resolved = resolve(config, model_facts(checkpoint), read_machine(), drafter)
         tokenizer = with_template(checkpoint.tokenizer(), config)
         worker = load_worker(resolved, checkpoint)
         token_seconds = warm_up(worker)
@@ -125,6 +137,11 @@ class EngineCore:
         config = self.resolved.config
         places = config.server.max_num_queued_reqs + config.scheduler.max_num_seqs
         return max(0, places - len(self._live))
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """What drafts brought to all requests so far."""
+        return self.scheduler.speculation
 
     @property
     def draft_lengths(self) -> dict[int, int]:
@@ -232,20 +249,26 @@ class EngineCore:
             stop_reason=event.stop_reason,
             cached_token_count=event.cached_token_count,
             error=(event.error or self._broken or "the engine broke") if broke else None,
+            speculation=event.speculation,
         )
 
 
-def _settings(resolved: Resolved) -> SchedulerSettings:
-    config = resolved.config
-    return SchedulerSettings(
-        max_model_len=resolved.max_model_len,
-        max_num_seqs=resolved.max_num_seqs,
-        max_num_batched_tokens=resolved.max_num_batched_tokens,
-        max_waiting=config.server.max_num_queued_reqs + config.scheduler.max_num_seqs,
-        policy="priority" if config.scheduler.scheduling_policy == "priority" else "fcfs",
-        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
+def _draft_length(resolved: Resolved, worker: Worker) -> DraftLength:
+    """How long drafts are; what passes cost is measured where the choice depends on it."""
+    speculation = resolved.speculation
+    if speculation is None or speculation.draft_length != "adaptive":
+        return make_draft_length(speculation)
+    assert worker.traits is not None
+    k = resolved.num_speculative_tokens
+    rows = resolved.max_num_seqs
+    costs = CostCurve.measured(
+        rows,
+        k,
+        target_micros(worker, min(rows * (1 + k), resolved.max_num_batched_tokens)),
+        draft_micros(worker, rows),
+        worker.traits.passes,
     )
+    return make_draft_length(speculation, costs)
 
 
 def model_facts(checkpoint: Checkpoint) -> ModelFacts:

@@ -65,6 +65,7 @@ def gather_facts(
             kv_token_capacity=resolved.num_kv_blocks * resolved.block_size,
             eos_token_ids=eos_token_ids,
             samples_max=config.server.max_num_queued_reqs + config.scheduler.max_num_seqs,
+            num_speculative_tokens=resolved.num_speculative_tokens,
         ),
         defaults=sampling_defaults(config, suggested),
         seed=config.model.seed,

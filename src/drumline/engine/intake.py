@@ -29,6 +29,7 @@ class IntakeLimits:
     kv_token_capacity: int
     eos_token_ids: tuple[int, ...]
     samples_max: int  # that may run and wait at once
+    num_speculative_tokens: int = 0  # most drafts per step
 
 
 # No token of any vocabulary spells more than this, so a longer text is refused unread.
@@ -145,6 +146,7 @@ class Intake:
                 stop_token_ids=stops,
                 bad_words=bad_words,
                 priority=priority,
+                num_speculative_tokens=params.num_speculative_tokens,
             )
             for sample in range(params.n)
         )
@@ -202,6 +204,10 @@ class Intake:
         if params.n > self.limits.samples_max:
             problem = f"{params.n} samples are more than the engine holds: "
             raise RequestError(problem + str(self.limits.samples_max), param="n")
+        drafts, most = params.num_speculative_tokens, self.limits.num_speculative_tokens
+        if drafts is not None and drafts > most:
+            problem = f"{drafts} is more than the configured {most}" if most else "nothing drafts"
+            raise RequestError(problem, param="num_speculative_tokens")
         for name in ("stop", "bad_words"):
             for text in getattr(params, name):
                 if not _is_unicode(text):

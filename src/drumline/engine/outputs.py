@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from drumline.core.plan import SpeculationStats
 from drumline.core.request import FinishReason, PositionLogprobs
 from drumline.engine.intake import Submission
 
@@ -25,11 +26,13 @@ class OutputDelta:
     stop_reason: int | str | None = None
     cached_token_count: int = 0
     error: str | None = None
+    speculation: SpeculationStats | None = None  # with the end
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One sample. ``index`` counts the samples of a request; ``seed`` reproduces it."""
+    """One sample. ``index`` counts the samples of a request; ``seed`` reproduces it.
+    ``speculation``: what drafts brought it, where speculation is configured."""
 
     index: int
     text: str
@@ -39,6 +42,7 @@ class CompletionOutput:
     stop_reason: int | str | None
     seed: int
     error: str | None = None
+    speculation: SpeculationStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class SampleRecord:
         self.stop_reason: int | str | None = None
         self.cached_token_count = 0
         self.error: str | None = None
+        self.speculation: SpeculationStats | None = None
 
     def add(self, delta: OutputDelta) -> None:
         assert self.finish_reason is None, f"sample {self.number} went on after its end"
@@ -82,6 +87,7 @@ class SampleRecord:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.error = delta.error
+        self.speculation = delta.speculation
 
     def completion(self) -> CompletionOutput:
         return CompletionOutput(
@@ -93,6 +99,7 @@ class SampleRecord:
             stop_reason=self.stop_reason,
             seed=self.seed,
             error=self.error,
+            speculation=self.speculation,
         )
 
 

@@ -45,7 +45,6 @@ NOT_HERE = {
     "guided_json": "grammars are not in this release",
     "guided_regex": "grammars are not in this release",
     "structured_outputs": "grammars are not in this release",
-    "num_speculative_tokens": "speculation is not in this release",
     "store": "nothing is stored",
     "metadata": "nothing is stored",
 }
@@ -140,6 +139,7 @@ class SamplingFields(Body):
     logit_bias: Bias = None
     allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
     prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
     priority: int = 0
     return_token_ids: bool = False
 

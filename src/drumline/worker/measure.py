@@ -46,9 +46,7 @@ def draft_micros(worker: Worker, rows_max: int) -> dict[int, int]:
     block_size = worker.cache.block_size
     for size in _sizes(worker, rows_max):
         output = _target_pass(worker, size)
-        found[size] = _fastest(
-            partial(_draft_pass, speculator, worker.cache.block_size, size, output)
-        )
+        found[size] = _fastest(partial(_draft_pass, speculator, block_size, size, output))
     for number in range(1, rows_max + 1):
         speculator.drafter.forget(-number)
     return found
