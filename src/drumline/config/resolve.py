@@ -101,7 +101,6 @@ def resolve(
         kv_dtype = notes.choose("kv_cache_dtype", dtype, "follows dtype")
     backend = _ops_backend(asked, machine, notes)
     threads = _threads(asked, machine, notes)
-
     spec = resolve_tokens(asked, drafter, notes)
     token_bytes = model.kv_bytes_per_token(kv_dtype)
     free_bytes = machine.free_memory_bytes - model.weight_bytes
@@ -177,7 +176,7 @@ def _ops_backend(asked: EngineConfig, machine: MachineFacts, notes: Notes) -> st
     if machine.native_ops:
         reason = "compiled operations are there"
         return notes.choose("ops_backend", "native", reason) if backend == "auto" else backend
-    reason = "this release has no compiled operations"
+    reason = "the native module was not built"
     if backend == "auto":
         backend = notes.choose("ops_backend", "reference", reason)
     elif backend == "native":
