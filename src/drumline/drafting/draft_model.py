@@ -35,21 +35,27 @@ from drumline.ops.base import PagedBatch
 
 
 class Speech:
-    """How a draft model reads target tokens and says them. ``columns``: the draft ids it may say,
-    as columns of its logits; ``table``: their target ids. Both None where ids are one."""
+    """How a draft model of ``size`` tokens reads target tokens and says them. ``columns``: the
+    draft ids it may say, as columns of its logits; ``table``: their target ids. Both None where
+    ids are one."""
 
     def __init__(
         self,
+        size: int,
         vocab_map: VocabMap | None = None,
         columns: Tensor | None = None,
         table: tuple[int, ...] | None = None,
     ) -> None:
+        self.size = size
         self.vocab_map = vocab_map
         self.columns = columns
         self.table = table
 
     def read(self, token: int) -> int:
-        return token if self.vocab_map is None else self.vocab_map.read(token)
+        """The draft id for a target id; 0 for a row of the target's head that pads it."""
+        if self.vocab_map is not None:
+            return self.vocab_map.read(token)
+        return token if token < self.size else 0
 
     def said(self, logits: Tensor) -> Tensor:
         """``[rows, draft rows]`` → ``[rows, what it may say]``."""
@@ -200,13 +206,14 @@ def _speech(context: DrafterContext, draft: Checkpoint) -> Speech:
     if context.speculative.use_heterogeneous_vocab:
         found = VocabMap(context.checkpoint.tokenizer(), draft.tokenizer(), target_size, draft_size)
         columns = torch.tensor(found.draft_ids, device=context.ops.device)
-        return Speech(found, columns, found.target_ids)
+        return Speech(draft_size, found, columns, found.target_ids)
     _check_vocabulary(context.checkpoint, draft)
     if target_size == draft_size:
-        return Speech()
+        return Speech(draft_size)
     # Rows beyond the tokenizer's tokens pad a head; models of one family pad differently.
     shared = min(target_size, draft_size)
-    return Speech(None, torch.arange(shared, device=context.ops.device), tuple(range(shared)))
+    columns = torch.arange(shared, device=context.ops.device)
+    return Speech(draft_size, None, columns, tuple(range(shared)))
 
 
 def _check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
