@@ -1,1 +1,58 @@
 def cpu_features() -> dict[str, bool]: ...
+def available_paths() -> list[str]: ...
+
+class PackedLinear:
+    def __init__(self, kind: str, raw: int, outputs: int, columns: int) -> None: ...
+    def multiply(
+        self, x: int, rows: int, x_stride: int, out: int, out_stride: int, threads: int, path: str
+    ) -> None: ...
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+def rms_norm(
+    x: int, rows: int, width: int, stride: int, weight: int, eps: float, out: int, path: str, /
+) -> None: ...
+def silu_and_mul(x: int, rows: int, width: int, out: int, threads: int, path: str, /) -> None: ...
+def rope(
+    x: int,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    stride: int,
+    positions: int,
+    cos: int,
+    sin: int,
+    half: int,
+    out: int,
+    path: str,
+    /,
+) -> None: ...
+def attention(
+    query: int,
+    key: int,
+    value: int,
+    key_stride: int,
+    value_stride: int,
+    keys: int,
+    values: int,
+    kv_type: str,
+    positions: int,
+    slots: int,
+    tables: int,
+    table_start: int,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    first_key: int,
+    scale: float,
+    out: int,
+    threads: int,
+    path: str,
+    /,
+) -> None: ...

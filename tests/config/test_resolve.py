@@ -289,7 +289,7 @@ def test_many_sequences_widen_an_open_budget() -> None:
 
 def test_native_operations_that_are_not_there() -> None:
     assert run(ops_backend="native").adjustments == (
-        Adjustment("ops_backend", "native", "reference", "this release has no compiled operations"),
+        Adjustment("ops_backend", "native", "reference", "the native module was not built"),
     )
     refused("strict_config", ops_backend="native", strict_config=True)
     assert run(strict_config=True).adjustments == ()

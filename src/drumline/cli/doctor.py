@@ -11,9 +11,9 @@ from typing import Any
 from drumline._version import __version__
 from drumline.config import read_machine
 from drumline.config.sizes import format_bytes
-from drumline.core.cpu import native_available
+from drumline.core.cpu import native_available, native_paths
 
-LIBRARIES = ("torch", "tokenizers", "safetensors", "huggingface_hub", "pyzmq", "fastapi")
+LIBRARIES = ("torch", "tokenizers", "safetensors", "huggingface_hub", "fastapi", "uvicorn")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +36,7 @@ def gather() -> dict[str, Any]:
 
     machine = read_machine()
     native = native_available()
+    paths = native_paths()
     facts: dict[str, Any] = {
         "drumline": __version__,
         "python": platform.python_version(),
@@ -47,7 +48,7 @@ def gather() -> dict[str, Any]:
         f"{format_bytes(machine.total_memory_bytes)}",
         "native module": "built" if native else "not built: no compiler was found at install",
         "ops reference": "here: plain torch in float32; the oracle, not the fast one",
-        "ops native": "not in this release",
+        "ops native": f"here: {paths[0]} path; compiled for this CPU" if native else "not built",
         "model cache": str(cache_folder()),
         "smollm2": "fetched" if is_fetched("smollm2") else "not fetched: drumline fetch smollm2",
     }

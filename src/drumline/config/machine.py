@@ -55,6 +55,7 @@ def read_machine(root: Path = Path("/")) -> MachineFacts:
         cpu_model=_cpu_model(cpuinfo),
         cpu_features=tuple(name for name, present in cpu_features().items() if present),
         native_module=native_available(),
+        native_ops=native_available(),
     )
 
 

@@ -65,3 +65,11 @@ def cpu_features() -> dict[str, bool]:
         return read_cpuinfo()
     features: dict[str, bool] = import_module("drumline._native").cpu_features()
     return features
+
+
+def native_paths() -> tuple[str, ...]:
+    """Instruction-set paths of the compiled operations that run here, best first; () without
+    them."""
+    if not native_available():
+        return ()
+    return tuple(import_module("drumline._native").available_paths())

@@ -16,7 +16,11 @@ def load_ops(backend: str, device: str) -> Ops:
         from drumline.ops.reference import ReferenceOps
 
         return ReferenceOps(device)
-    raise ConfigError("ops_backend", backend, "this release has reference")
+    if backend == "native":
+        from drumline.ops.native import NativeOps
+
+        return NativeOps(device)
+    raise ConfigError("ops_backend", backend, "must be reference or native")
 
 
 __all__ = ["load_ops"]

@@ -1,0 +1,116 @@
+#include "pool.hpp"
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace drumline {
+namespace {
+
+// About 20 µs: the usual gap between two kernels of one layer. Longer gaps are slept through, so
+// that an idle engine costs nothing and two engines can share the cores.
+constexpr int spins_max = 4000;
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+}  // namespace
+
+Pool& Pool::instance() {
+    static Pool pool;
+    return pool;
+}
+
+Pool::~Pool() {
+    leaving_.store(true);
+    job_.fetch_add(1);
+    job_.notify_all();
+    for (std::thread& worker : workers_) {
+        worker.join();
+    }
+}
+
+void Pool::grow(int workers) {
+    while (static_cast<int>(workers_.size()) < workers) {
+        workers_.emplace_back(&Pool::work, this);
+    }
+}
+
+void Pool::take_parts(std::uint32_t job) {
+    std::uint64_t seen = ticket_.load(std::memory_order_acquire);
+    for (;;) {
+        const auto parts = static_cast<std::uint32_t>(seen >> 16) & 0xFFFFU;
+        const auto next = static_cast<std::uint32_t>(seen) & 0xFFFFU;
+        if (static_cast<std::uint32_t>(seen >> 32) != job || next >= parts) {
+            return;
+        }
+        if (!ticket_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) {
+            continue;
+        }
+        // The job cannot end before this part has, so body_ is its body.
+        (*body_)(static_cast<int>(next));
+        if (parts_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+            parts_left_.notify_all();
+        }
+        seen = ticket_.load(std::memory_order_acquire);
+    }
+}
+
+void Pool::work() {
+    std::uint32_t last = 0;
+    for (;;) {
+        int spins = 0;
+        std::uint32_t job = job_.load(std::memory_order_acquire);
+        while (job == last) {
+            if (++spins < spins_max) {
+                relax();
+            } else {
+                job_.wait(last, std::memory_order_acquire);
+            }
+            job = job_.load(std::memory_order_acquire);
+        }
+        last = job;
+        if (leaving_.load()) {
+            return;
+        }
+        // More workers may exist than this job wants; those without a seat sit it out.
+        if (seats_.fetch_sub(1) > 0) {
+            take_parts(job);
+        }
+    }
+}
+
+void Pool::run(int threads, int parts, const std::function<void(int)>& body) {
+    if (threads <= 1 || parts <= 1) {
+        for (int part = 0; part < parts; ++part) {
+            body(part);
+        }
+        return;
+    }
+    const std::lock_guard<std::mutex> lock(one_job_);
+    grow(threads - 1);
+    body_ = &body;
+    parts_left_.store(static_cast<std::uint32_t>(parts));
+    seats_.store(threads - 1);
+    const std::uint32_t job = job_.load() + 1;
+    ticket_.store(ticket(job, static_cast<std::uint32_t>(parts), 0), std::memory_order_release);
+    job_.store(job, std::memory_order_release);
+    job_.notify_all();
+    take_parts(job);
+    int spins = 0;
+    for (auto left = parts_left_.load(std::memory_order_acquire); left != 0;
+         left = parts_left_.load(std::memory_order_acquire)) {
+        if (++spins < spins_max) {
+            relax();
+        } else {
+            parts_left_.wait(left, std::memory_order_acquire);
+        }
+    }
+}
+
+}  // namespace drumline
