@@ -89,7 +89,8 @@ class Guard:
             seen += len(message.get("body", b""))
             whole = not message.get("more_body", False)
             if seen > self.limit:
-                await _discard(receive)
+                if not whole:
+                    await _discard(receive)
                 raise self._too_large()
             return message
 

@@ -1,0 +1,1 @@
+"""The HTTP server, as clients, attackers and operators meet it."""
