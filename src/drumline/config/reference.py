@@ -11,6 +11,8 @@ from drumline.config.fields import Field, Kind
 from drumline.config.parts import FIELDS, PARTS
 from drumline.config.refused import REFUSED
 from drumline.config.sources import OTHER_VARIABLES
+from drumline.config.speculative import KEYS, PREFIX
+from drumline.config.speculative_refused import REFUSED_KEYS, REFUSED_METHODS, REFUSED_REJECTION
 
 _HEAD = """\
 # Configuration
@@ -31,6 +33,24 @@ Sizes may be written `8K` (times 1024) or `8k` (times 1000, decimals allowed); l
 nearest one that does.
 """
 
+_SPECULATION_HEAD = """
+## Keys of speculative_config
+
+One JSON object (or YAML mapping, or Python dict), with vLLM's keys where it has them:
+`{"method": "ngram", "num_speculative_tokens": 3}`. A key that means nothing to the method is
+refused.
+
+| key | values | default | |
+| --- | --- | --- | --- |
+"""
+
+_SPECULATION_REFUSED_HEAD = """
+Refused: methods and keys that people know and that this release does not honour.
+
+| key or method | why |
+| --- | --- |
+"""
+
 _REFUSED_HEAD = """
 ## Known and refused
 
@@ -48,6 +68,13 @@ def page() -> str:
         text += f"\n## {TITLES[part][:1].upper()}{TITLES[part][1:]}\n\n"
         text += "| setting | flag | values | default | |\n| --- | --- | --- | --- | --- |\n"
         text += "".join(_row(field) for field in FIELDS.values() if field.part == part)
+    text += _SPECULATION_HEAD
+    for key in KEYS.values():
+        cells = (f"`{key.name.removeprefix(PREFIX)}`", _values(key), _default(key), key.option.help)
+        text += f"| {' | '.join(cells)} |\n"
+    text += _SPECULATION_REFUSED_HEAD
+    refused = REFUSED_METHODS | REFUSED_REJECTION | REFUSED_KEYS
+    text += "".join(f"| `{name}` | {why} |\n" for name, why in refused.items())
     text += "\n## Other environment variables\n\n| variable | |\n| --- | --- |\n"
     text += "".join(f"| `{name}` | {words} |\n" for name, words in OTHER_VARIABLES.items())
     text += _REFUSED_HEAD

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from drumline.config.draft_table import clamp_table, read_table
-from drumline.config.speculative import SpeculativeConfig
+from drumline.config.speculative import PREFIX, SpeculativeConfig
+from drumline.core.errors import ConfigError
 from drumline.scheduler.acceptance import UNIT, Acceptance
 from drumline.scheduler.draft_cost import CostCurve
 
@@ -190,7 +191,8 @@ def make_draft_length(
     if spec is None:
         return StaticDraftLength(0)
     count = spec.num_speculative_tokens
-    assert count is not None, "not resolved"
+    if count is None:
+        raise ConfigError(PREFIX + "num_speculative_tokens", None, "must be given")
     if data_parallel_size > 1 and spec.dp_draft_length == "static":
         return StaticDraftLength(count)
     if spec.draft_length == "table":
