@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+# Threads that spin while they wait take the core from the thread they wait for wherever tests share
+# the machine. Read when torch is loaded, so it stands here.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 CI = os.environ.get("CI", "").lower() in ("true", "1")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from drumline.core.cpu import native_available
 from drumline.core.params import SamplingParams
 from drumline.core.request import PositionLogprobs
 from drumline.engine.llm import LLM
@@ -18,6 +19,7 @@ from drumline.engine.outputs import RequestOutput
 
 Signature = tuple[tuple[int, ...], tuple[PositionLogprobs, ...], Any, str]
 TinyPath = Callable[..., Path]
+Target = tuple[Path, str]  # checkpoint and ops backend
 
 COUNT = 16
 VOCAB = 300
@@ -58,11 +60,24 @@ def signature(output: RequestOutput) -> Signature:
     return completion.token_ids, completion.logprobs, output.prompt_logprobs, completion.text
 
 
-def run(
-    path: Path, order: list[int], threads: int = 1, **settings: Any
-) -> tuple[LLM, list[Signature]]:
+@pytest.fixture(scope="module", params=["reference", "native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "native" and not native_available():
+        pytest.skip("the native module is not built")
+    name: str = request.param
+    return name
+
+
+def load(target: Target, **settings: Any) -> LLM:
+    path, backend = target
     settings = {"max_model_len": 256, "block_size": BLOCK, **settings}
-    llm = LLM(model=str(path), threads=threads, **settings)
+    return LLM(model=str(path), ops_backend=backend, **settings)
+
+
+def run(
+    target: Target, order: list[int], threads: int = 1, **settings: Any
+) -> tuple[LLM, list[Signature]]:
+    llm = load(target, threads=threads, **settings)
     prompts = [JOBS[index][0] for index in order]
     outputs = llm.generate(prompts, [JOBS[index][1] for index in order])
     assert llm.core.pool.usage == 0
@@ -73,16 +88,15 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def path(tiny_path: TinyPath) -> Path:
-    return tiny_path(arch="llama", seed=3, vocab=VOCAB, hidden=48, layers=2, heads=6, kv_heads=2)
+def target(tiny_path: TinyPath, backend: str) -> Target:
+    path = tiny_path(arch="llama", seed=3, vocab=VOCAB, hidden=48, layers=2, heads=6, kv_heads=2)
+    return path, backend
 
 
 @pytest.fixture(scope="module")
-def alone(path: Path) -> list[Signature]:
+def alone(target: Target) -> list[Signature]:
     """Every request by itself in a fresh engine state: the truth for all that follows."""
-    llm = LLM(
-        model=str(path), max_model_len=256, threads=1, block_size=BLOCK, enable_prefix_caching=False
-    )
+    llm = load(target, threads=1, enable_prefix_caching=False)
     return [signature(llm.generate([prompt], params)[0]) for prompt, params in JOBS]
 
 
@@ -104,12 +118,12 @@ def test_the_workload_is_worth_comparing(alone: list[Signature]) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("caching", [True, False])
 def test_together(
-    path: Path, alone: list[Signature], chunk: int, caching: bool, threads: int
+    target: Target, alone: list[Signature], chunk: int, caching: bool, threads: int
 ) -> None:
     order = list(range(COUNT))
     random.Random(chunk).shuffle(order)
     _, found = run(
-        path,
+        target,
         order,
         threads,
         max_num_batched_tokens=chunk,
@@ -120,9 +134,9 @@ def test_together(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_arrivals(path: Path, alone: list[Signature], seed: int) -> None:
+def test_random_arrivals(target: Target, alone: list[Signature], seed: int) -> None:
     """Requests come in random order, a few at a time, while others are already decoding."""
-    llm = LLM(model=str(path), max_model_len=256, threads=1 + seed % 2, block_size=BLOCK)
+    llm = load(target, threads=1 + seed % 2)
     draw = random.Random(seed)
     order = list(range(COUNT))
     draw.shuffle(order)
@@ -146,11 +160,11 @@ def test_random_arrivals(path: Path, alone: list[Signature], seed: int) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_under_preemption(path: Path, alone: list[Signature], caching: bool) -> None:
+def test_under_preemption(target: Target, alone: list[Signature], caching: bool) -> None:
     """A cache for two or three requests: somebody is thrown out again and again."""
     per_token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, channels, bytes
     settings = {"max_model_len": 96, "kv_cache_memory_bytes": 96 * per_token}
-    llm, found = run(path, list(range(COUNT)), enable_prefix_caching=caching, **settings)
+    llm, found = run(target, list(range(COUNT)), enable_prefix_caching=caching, **settings)
     assert found == alone
     for seed in range(3):
         order = list(range(COUNT))
@@ -160,9 +174,9 @@ def test_under_preemption(path: Path, alone: list[Signature], caching: bool) -> 
     assert llm.core.counters.preemptions >= 10
 
 
-def test_hits_are_hits(path: Path, alone: list[Signature]) -> None:
+def test_hits_are_hits(target: Target, alone: list[Signature]) -> None:
     """The second round reads its prompts from the cache, and nothing else changes."""
-    llm, first = run(path, list(range(COUNT)))
+    llm, first = run(target, list(range(COUNT)))
     outputs = llm.generate([prompt for prompt, _ in JOBS], [params for _, params in JOBS])
     assert [signature(output) for output in outputs] == first == alone
     cached = [output.num_cached_tokens for output in outputs]
@@ -172,8 +186,8 @@ def test_hits_are_hits(path: Path, alone: list[Signature]) -> None:
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
-def test_other_architectures(tiny_path: TinyPath, arch: str) -> None:
-    path = tiny_path(arch=arch, seed=5, vocab=VOCAB)
-    _, one = run(path, list(range(COUNT)), max_num_batched_tokens=7, max_num_seqs=7)
-    _, other = run(path, list(range(COUNT))[::-1], 2, max_num_seqs=3, enable_prefix_caching=False)
+def test_other_architectures(tiny_path: TinyPath, backend: str, arch: str) -> None:
+    target = tiny_path(arch=arch, seed=5, vocab=VOCAB), backend
+    _, one = run(target, list(range(COUNT)), max_num_batched_tokens=7, max_num_seqs=7)
+    _, other = run(target, list(range(COUNT))[::-1], 2, max_num_seqs=3, enable_prefix_caching=False)
     assert one == other

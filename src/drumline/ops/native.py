@@ -4,7 +4,8 @@ Quantized weights are multiplied straight from repacked blocks, with activations
 and block of 32 columns to int8: sums within a block are exact integers, blocks are added in
 ascending order in float32. Plain weights (float32, float16, bfloat16) are multiplied in float32,
 columns in ascending order. Attention goes over the keys in ascending position. Either way a row's
-bits depend on the row alone (promise P1), within one instruction-set path. It refuses to know requests, schedules and ranks.
+bits depend on the row alone (promise P1), within one instruction-set path. It refuses
+to know requests, schedules and ranks.
 """
 
 from __future__ import annotations
