@@ -25,6 +25,7 @@ from drumline.sampling.draft import DraftSampler
 
 BLOCK = 4
 BLOCKS = 64
+LENGTH = 96
 
 
 def settings(method: str, model: Path | None, k: int = 3, **more: Any) -> Any:
@@ -167,17 +168,18 @@ def request(sequence: Sequence) -> Request:
 
 
 def build(
-    method: str, target: Path, draft: Path | None, *, max_model_len: int = 96, **more: Any
+    method: str, target: Path, draft: Path | None, *, own_range: int | None = None, **more: Any
 ) -> World:
-    """A fresh target, drafter and caches; blocks come in a shuffled order."""
+    """A fresh target, drafter and caches; blocks come in a shuffled order. ``own_range``:
+    ``max_model_len`` of the speculative config."""
     checkpoint = open_checkpoint(target)
     ops = ReferenceOps("cpu")
     module = model_module(checkpoint.config.model_type)
-    model = module.Model(checkpoint.config, checkpoint.tensors, ops, max_model_len)
+    model = module.Model(checkpoint.config, checkpoint.tensors, ops, LENGTH)
     spec = model.kv_spec
     cache = ops.allocate_kv(spec.layers, BLOCKS, BLOCK, spec.kv_heads, spec.head_dim, "float32")
     ledger = PassLedger()
-    speculative = settings(method, draft, **more)
+    speculative = settings(method, draft, max_model_len=own_range, **more)
 
     def make_sampler(sharpening: float = 1.0, token_table: Any = None) -> DraftSampler:
         how = speculative.draft_sample_method
@@ -188,7 +190,7 @@ def build(
         checkpoint=checkpoint,
         target=model,
         ops=ops,
-        max_model_len=max_model_len,
+        max_model_len=LENGTH,
         num_kv_blocks=BLOCKS,
         block_size=BLOCK,
         kv_cache_dtype="float32",

@@ -123,6 +123,7 @@ def read(speculative: Any, target: ArchitectureConfig) -> Eagle3Draft:
     if stated is not None:
         check_width(fields.path, stated, target)
     files = open_files(folder)
+    table = token_table(files, draft_vocab, target.vocab_size)
     weights = _canonical(files, config)
     _check_fc(files, weights, len(taps), target)
     shapes = _shapes(config, target, len(taps), draft_vocab, flags)
@@ -132,7 +133,7 @@ def read(speculative: Any, target: ArchitectureConfig) -> Eagle3Draft:
         taps=taps,
         target_hidden_size=target.hidden_size,
         weights=checked(folder, weights, shapes, absent),
-        table=token_table(files, draft_vocab, target.vocab_size),
+        table=table,
         envelope=envelope,
         weight_bytes=weight_bytes(files),
         **flags,

@@ -110,7 +110,8 @@ def write_eagle(
         shapes["fc.bias"] = (hidden,)
     if embedding:
         shapes["embed_tokens.weight"] = (verifier.vocab_size, hidden)
-    tensors = _random_all(shapes, seed, {LAYER: "layers."})
+    # Without norms between passes a larger gain would grow from draft to draft.
+    tensors = _random_all(shapes, seed, {LAYER: "layers."}, gain=0.8)
     return _write(output, {**config, "architectures": ["LlamaForCausalLM"]}, tensors)
 
 
@@ -194,6 +195,74 @@ def write_medusa(
     return _write(output, config, _random_all(shapes, seed, {}))
 
 
+def write_dflash(
+    target: str | Path,
+    output: str | Path,
+    seed: int,
+    *,
+    flat: bool = False,
+    layers: int = 2,
+    taps: Sequence[int] | None = None,
+    block_size: int = 6,
+    mask_token_id: int = 0,
+    draft_vocab: int | None = None,
+    sample_from_anchor: bool = False,
+    embedding: bool = False,
+    head: bool = False,
+    sliding: Sequence[int] = (),
+    sliding_window_non_causal: bool = False,
+    max_position_embeddings: int | None = None,
+) -> Path:
+    """A DFlash draft in speculators' spelling, or z-lab's ``flat`` one. ``embedding``, ``head``:
+    it has its own. ``sliding``: layers with sliding attention, whose window is the draft's whole
+    length. Returns the folder."""
+    verifier = read_hub_config(Path(target))
+    length = max_position_embeddings or verifier.max_position_embeddings
+    config = _layer_config(verifier, "qwen3", layers, verifier.hidden_size)
+    config["max_position_embeddings"] = length
+    if sliding:
+        kinds = ("full_attention", "sliding_attention")
+        config["layer_types"] = [kinds[layer in sliding] for layer in range(layers)]
+        config |= {"sliding_window": length, "use_sliding_window": True}
+    taps = default_taps(verifier)[1:] if taps is None else tuple(taps)
+    vocab = draft_vocab or verifier.vocab_size
+    shapes = _layer_shapes(_architecture(config)) | {
+        "fc.weight": (verifier.hidden_size, len(taps) * verifier.hidden_size),
+        "hidden_norm.weight": (verifier.hidden_size,),
+        "norm.weight": (verifier.hidden_size,),
+    }
+    if embedding:
+        shapes["embed_tokens.weight"] = (verifier.vocab_size, verifier.hidden_size)
+    if head or vocab < verifier.vocab_size:
+        shapes["lm_head.weight"] = (vocab, verifier.hidden_size)
+    tensors = {
+        **_random_all(shapes, seed, {LAYER: "layers."}),
+        **_maps(vocab, verifier.vocab_size, seed),
+    }
+    if flat:
+        top = config | {
+            "architectures": ["DFlashDraftModel"],
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "block_size": block_size,
+            "num_target_layers": verifier.num_hidden_layers,
+            "dflash_config": {
+                "mask_token_id": mask_token_id,
+                "target_layer_ids": [tap - 1 for tap in taps],
+            },
+        }
+        return _write(output, top, tensors)
+    own = {
+        "aux_hidden_state_layer_ids": list(taps),
+        "block_size": block_size,
+        "mask_token_id": mask_token_id,
+        "draft_vocab_size": vocab,
+        "sample_from_anchor": sample_from_anchor,
+        "sliding_window_non_causal": sliding_window_non_causal,
+    }
+    top = _envelope("dflash", config, block_size - (0 if sample_from_anchor else 1)) | own
+    return _write(output, top, tensors)
+
+
 # ---------------------------------------------------------------- pieces
 
 
@@ -258,26 +327,29 @@ def _module(config: ArchitectureConfig, seed: int, prefix: str) -> dict[str, Ten
     return _random_all(shapes, seed, {f"{LAYER}0.": f"{prefix}layers.0." if own else prefix})
 
 
-def _random_all(shapes: Shapes, seed: int, prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """Seeded tensors under their names in the file."""
+def _random_all(
+    shapes: Shapes, seed: int, prefixes: Mapping[str, str], gain: float = 2.0
+) -> dict[str, Tensor]:
+    """Seeded tensors under their names in the file; ``gain`` of matrices, where 1 keeps a
+    unit-variance input at unit variance."""
     tensors = {}
     for index, (name, shape) in enumerate(sorted(shapes.items())):
         stored = name
         for ours, theirs in prefixes.items():
             if name.startswith(ours):
                 stored = theirs + name.removeprefix(ours)
-        tensors[stored] = _random(name, shape, np.random.default_rng([seed, 7, index]))
+        tensors[stored] = _random(name, shape, np.random.default_rng([seed, 7, index]), gain)
     return tensors
 
 
-def _random(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Tensor:
+def _random(name: str, shape: tuple[int, ...], rng: np.random.Generator, gain: float) -> Tensor:
     values = rng.standard_normal(shape, dtype=np.float32)
     if len(shape) == 1:
         mean = 0.0 if name.endswith("bias") else 1.0
         return torch.from_numpy(np.float32(mean) + np.float32(0.2) * values)
     if name.startswith("embed_tokens"):
         return torch.from_numpy(values)
-    return torch.from_numpy(np.float32(2 / math.sqrt(shape[1])) * values)
+    return torch.from_numpy(np.float32(gain / math.sqrt(shape[1])) * values)
 
 
 def _maps(draft_vocab: int, vocab: int, seed: int) -> dict[str, Tensor]:
