@@ -32,6 +32,7 @@ REFUSED: list[tuple[str, Any]] = [
     *[("stop", value) for value in ((1,), ("",), ("x",) * (STOPS_MAX + 1), ("x" * 1025,), 3)],
     *[("bad_words", value) for value in ((None,), ("ok", ""), {"a": 1})],
     *[("stop_token_ids", value) for value in ((-1,), ("3",), (1.0,), (True,), 3, (2**31,))],
+    *[("num_speculative_tokens", value) for value in (-1, 1.0, True, "2")],
     *[("allowed_token_ids", value) for value in ((), (-1,), ("a",), 7)],
     *[
         ("logit_bias", value)
