@@ -46,6 +46,8 @@ def jobs(sampled: bool, mixed: bool = False) -> list[Job]:
         given |= {"seed": (200 if sampled else 100) + index, "temperature": 0.0}
         if index == 4:
             prompt, given["max_tokens"] = tuple(draw.randrange(5, VOCAB) for _ in range(50)), 14
+        if index == 3:
+            given["max_tokens"] = 6
         if sampled:
             given |= {"temperature": 0.8, "top_p": 0.9}
         if index in (1, 6):
