@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,9 @@ def truth(target: Path, sampled: bool) -> list[Signature]:
     for prompt, params in jobs(sampled):
         (output,) = llm.generate([prompt], params)
         found.append(signature(output))
-        tell(prompt, params, output.outputs[0].token_ids)
+        # What the target says beyond the end of the request: drafts may stand there.
+        (beyond,) = llm.generate([prompt], replace(params, ignore_eos=True))
+        tell(prompt, params, beyond.outputs[0].token_ids)
     return found
 
 
