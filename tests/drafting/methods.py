@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from drumline.models.tiny import write_tiny
-from drumline.models.tiny_drafts import write_eagle, write_eagle3, write_medusa, write_mtp
+from drumline.models.tiny_drafts import (
+    write_dflash,
+    write_eagle,
+    write_eagle3,
+    write_medusa,
+    write_mtp,
+)
 
 TESTING = "drumline.drafting.testing."
 
@@ -72,6 +78,7 @@ NEURAL = [
     Method("eagle", _written("eagle", write_eagle)),
     Method("eagle3", _written("eagle3", write_eagle3, draft_vocab=64)),
     Method("mtp", _written("mtp", write_mtp)),
+    Method("dflash", _written("dflash", write_dflash, block_size=7), k_max=6),
     Method("medusa", _written("medusa", write_medusa, heads=8)),
 ]
 METHODS = {method.name: method for method in [*KNOWN, *HOST, *NEURAL]}

@@ -17,6 +17,7 @@ row that starts beyond what is known here is an error, not a hole in a file).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,6 +38,8 @@ from drumline.models.checkpoint import Checkpoint
 from drumline.models.layers import ModelOutput
 
 TOKENS = "token_ids"
+
+logger = logging.getLogger("drumline.drafting")
 
 
 @dataclass(slots=True)
@@ -63,18 +67,22 @@ class HiddenStatesWriter:
         self.traits = DrafterTraits(method=method, needs_taps=True)
         self._recordings: dict[int, Recording] = {}
         self._parked: set[int] = set()  # written, and extended if the request comes back
+        self._problem: str | None = None  # why a file could not be written
 
     def propose(
         self, rows: Sequence[DraftRow], output: ModelOutput | None, draft_k: int
     ) -> Proposal:
-        """Takes in what was committed; no drafts."""
+        """Takes in what was committed; no drafts. EngineError if a file could not be written."""
+        if self._problem is not None:
+            raise EngineError(self._problem)
         for row in rows:
             assert output is not None, "rows without the target's hidden states"
             self._take(row, output)
         return Proposal(((),) * len(rows))
 
     def forget(self, number: int) -> None:
-        """Writes what there is: the whole if the request ended, the start if it was preempted."""
+        """Writes what there is: the whole if the request ended, the start if it was preempted.
+        A failure is logged, and ends the engine's next step."""
         recording = self._recordings.pop(number, None)
         if recording is not None:
             self._write(number, recording)
@@ -125,8 +133,12 @@ class HiddenStatesWriter:
         tensors |= {f"tap_{tap}": torch.cat(recording.chunks[tap]) for tap in self.taps}
         path = self.path(number)
         unfinished = path.with_suffix(".part")
-        save_file(tensors, unfinished, metadata=recording.metadata)
-        os.replace(unfinished, path)
+        try:
+            save_file(tensors, unfinished, metadata=recording.metadata)
+            os.replace(unfinished, path)
+        except (OSError, SafetensorError) as error:
+            self._problem = f"hidden states of request {number} cannot be written: {error}"
+            logger.error(self._problem)
 
 
 def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:

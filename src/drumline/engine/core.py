@@ -237,6 +237,7 @@ class EngineCore:
         self._live[number] = before + count
         if event.finish_reason is not None:
             self._judge.forget(number)
+            self.worker.end(number)
             del self._live[number], self._requests[number]
         broke = event.finish_reason is FinishReason.ERROR
         return OutputDelta(

@@ -64,6 +64,7 @@ class Worker:
         self.sampler = verifier.sampler
         self.speculator = speculator
         self._sequences: dict[int, SequenceState] = {}
+        self._step = 0
 
     @property
     def traits(self) -> DrafterTraits | None:
@@ -86,17 +87,24 @@ class Worker:
         )
         return StepResult(step=plan.step, rows=rows)
 
+    def end(self, number: int) -> None:
+        """Forgets a sequence that is over or preempted, once. Whoever knows of an end calls it at
+        once, so that what a drafter writes is there; the plan that releases it may be far off."""
+        if self._sequences.pop(number, None) is None:
+            return
+        self.sampler.state.forget(number)
+        if self.speculator is not None:
+            self.speculator.forget(number, self._step)
+
     def close(self) -> None:
         """Releases what a drafter holds beyond memory."""
         if self.speculator is not None:
             self.speculator.drafter.close()
 
     def _follow(self, plan: StepPlan) -> None:
+        self._step = plan.step
         for number in plan.released:
-            self._sequences.pop(number, None)
-            self.sampler.state.forget(number)
-            if self.speculator is not None:
-                self.speculator.forget(number, plan.step)
+            self.end(number)
         for admission in plan.admitted:
             state = SequenceState(admission.request, list(admission.token_ids))
             self._sequences[admission.request.number] = state
