@@ -11,7 +11,6 @@ import pytest
 
 from drafting.methods import METHODS
 from drafting.world import (
-    BLOCK,
     LENGTH,
     VOCAB,
     Signature,
@@ -59,7 +58,7 @@ def serve(llm: LLM, batch: list[Any]) -> list[Signature]:
 SITUATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"max_num_batched_tokens": 12, "max_num_seqs": 4},
-    "preemption": {"cache_tokens": LENGTH + 2 * BLOCK},
+    "preemption": {"cache_tokens": LENGTH},
     "no-caching": {"enable_prefix_caching": False},
     "zero-phases": {"num_speculative_tokens_per_batch_size": [[1, 7, 3], [8, 8, 0]]},
 }
