@@ -21,7 +21,7 @@ from drumline.drafting.base import Drafter, DrafterContext, PassLedger
 from drumline.drafting.registry import load_drafter
 from drumline.models.checkpoint import open_checkpoint
 from drumline.models.registry import model_module
-from drumline.ops.reference import ReferenceOps
+from drumline.ops import load_ops
 from drumline.sampling.accept import Verifier
 from drumline.sampling.draft import DraftSampler
 from drumline.sampling.sampler import Sampler
@@ -58,10 +58,11 @@ class Bench:
         speculative: dict[str, Any] | None = None,
         length: int = 64,
         blocks: int = 64,
+        backend: str = "reference",
     ) -> None:
         checkpoint = open_checkpoint(target)
         vocab = checkpoint.config.vocab_size
-        ops = ReferenceOps()
+        ops = load_ops(backend, "cpu")
         model = model_module(checkpoint.config.model_type).Model(
             checkpoint.config, checkpoint.tensors, ops, length
         )

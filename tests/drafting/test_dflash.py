@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drafting.steps import BLOCK, Bench, Running
+from drumline.core.cpu import native_available
 from drumline.core.errors import CheckpointError
 from drumline.drafting.dflash import DFlashDrafter, facts
 from drumline.models.checkpoint import open_checkpoint
@@ -141,8 +142,8 @@ class Golden:
 class World:
     """A bench with DFlash, the golden computation beside it, and what it was seen to compute."""
 
-    def __init__(self, target: Path, draft: Path, **keys: Any) -> None:
-        self.bench = Bench(target, dflash(draft, **keys))
+    def __init__(self, target: Path, draft: Path, backend: str = "reference", **keys: Any) -> None:
+        self.bench = Bench(target, dflash(draft, **keys), backend=backend)
         self.golden = Golden(draft, target)
         drafter = self.bench.drafter
         assert isinstance(drafter, DFlashDrafter)
@@ -250,6 +251,17 @@ def test_no_token_changes(target: Path, draft: Path, k: int, params: dict[str, A
     assert many[0].outputs[:COUNT] == baseline(target, PROMPT, **params)
     assert many[1].outputs[:COUNT] == baseline(target, PROMPT[::-1], **params)
     assert many[0].drafted >= k * len(many[0].gains) > 0
+
+
+@pytest.mark.skipif(not native_available(), reason="the native module is not built")
+@pytest.mark.parametrize("flags", ["speculators", "sliding, causal"])
+def test_compiled_operations_see_the_same_blocks(target: Path, tmp_path: Path, flags: str) -> None:
+    draft = write_dflash(target, tmp_path / "draft", 5, **({"layers": 3} | FLAGS[flags]))
+    world = World(target, draft, backend="native")
+    sequence = world.bench.add(PROMPT)
+    world.follow(sequence, 8, k=4, budget=5)
+    expected = world.golden.logits(world.states(sequence.tokens), sequence.tokens, 4)
+    assert (world.seen[-1].double() - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("padded", [True, False])
