@@ -31,3 +31,21 @@ def test_what_was_proposed_is_what_is_planned() -> None:
 def test_drafts_of_another_step_are_our_mistake() -> None:
     with pytest.raises(AssertionError, match="drafts of another step"):
         SoloConductor().seal(StepProposal(rows=(row(True, (5,)),), draft_wish=3))
+
+
+def test_nobody_drafts_where_no_row_can() -> None:
+    """One rank waits for no passes of another: a row past its limit, or without drafts of its
+    own, is no reason to draft; one that can is enough."""
+    able = Row(0, 4, (1,), (0,), True, (), draft_limit=7, draft_max=1)
+    full = Row(1, 4, (1,), (0,), True, (), draft_limit=6, draft_max=3)
+    off = Row(2, 4, (1,), (0,), True, (), draft_limit=0, draft_max=0)
+    prefill = Row(3, 4, (1,), (0,), False, (), draft_limit=0, draft_max=0)
+    for rows, draft_k in (
+        ((able,), 3),
+        ((full,), 0),
+        ((off,), 0),
+        ((prefill,), 0),
+        ((full, off, prefill), 0),
+        ((full, off, able), 3),
+    ):
+        assert SoloConductor().seal(StepProposal(rows=rows, draft_wish=3)).draft_k == draft_k

@@ -14,7 +14,14 @@ from drumline.core.request import FinishReason, Request
 from drumline.fleet import Arrivals, Replica
 from drumline.kvcache import BlockPool
 from drumline.lockstep.conductor import SoloConductor
-from drumline.scheduler import Scheduler, SchedulerSettings, TokenFinish
+from drumline.scheduler import (
+    AdaptiveDraftLength,
+    CostCurve,
+    DraftLength,
+    Scheduler,
+    SchedulerSettings,
+    TokenFinish,
+)
 
 from ..scheduler.world import HashWorker, alone, make_request
 
@@ -63,7 +70,9 @@ class Fragile:
 
 
 class Rig:
-    def __init__(self, *, k: int = 0, max_waiting: int = 8) -> None:
+    def __init__(
+        self, *, k: int = 0, max_waiting: int = 8, draft_length: DraftLength | None = None
+    ) -> None:
         settings = SchedulerSettings(
             max_model_len=64,
             max_num_seqs=4,
@@ -76,7 +85,7 @@ class Rig:
         self.intake = Queue()
         self.listener = Listener()
         self.clock = ManualClock()
-        self.scheduler = Scheduler(settings, self.pool)
+        self.scheduler = Scheduler(settings, self.pool, draft_length)
 
     def replica(self, breaks_at: int = -1, error: Exception | None = None) -> Replica:
         return Replica(
@@ -193,3 +202,47 @@ def test_seconds_come_from_the_clock_that_was_handed_in() -> None:
     stats = replica.step()
     assert stats is not None
     assert stats.seconds == 0.25
+
+
+def test_what_drafts_brought_is_summed_over_steps() -> None:
+    rig = Rig(k=3)
+    replica = rig.replica()
+    rig.intake.requests = [make_request(number, [number + 1] * 5, 9) for number in range(3)]
+    stats = [replica.step()]
+    while replica.has_work:
+        stats.append(replica.step())
+    last = stats[-1]
+    assert last is not None
+    assert last.speculation == rig.scheduler.speculation
+    assert last.speculation.drafted == rig.worker.drafted > 0
+    assert last.speculation.accepted == rig.worker.accepted
+    ends = [event.speculation for event in rig.listener.events if event.finish_reason]
+    assert sum(end.accepted for end in ends if end is not None) == last.speculation.accepted
+    drafts = [entry.speculation.drafts for entry in stats if entry is not None]
+    assert drafts == sorted(drafts)
+
+
+def test_an_adaptive_length_hears_what_steps_cost() -> None:
+    """Only steps without prefill, whose drafts were as many as those they verified."""
+    costs = CostCurve([[1000, 1100, 1200, 1300]] * 3)
+    length = AdaptiveDraftLength(3, costs)
+    rig = Rig(k=3, draft_length=length)
+    replica = rig.replica()
+    rig.intake.requests = [make_request(0, [1] * 5, 55)]
+    execute = rig.worker.execute
+    seen: list[StepPlan] = []
+
+    def slow(plan: StepPlan) -> StepResult:
+        rig.clock.advance(0.002)
+        seen.append(plan)
+        return execute(plan)
+
+    rig.worker.execute = slow  # type: ignore[method-assign]
+    replica.step()
+    replica.step()
+    assert [(plan.verify_width, plan.draft_k) for plan in seen] == [(1, 3), (4, 3)]
+    told = costs.micros(1)
+    assert told[3] == 1300 + 700 // 3
+    while replica.has_work:
+        replica.step()
+    assert costs.micros(1)[3] > 1800

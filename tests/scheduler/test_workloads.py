@@ -10,9 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drumline.core.request import FinishReason, Request
-from drumline.scheduler import SchedulerSettings
+from drumline.scheduler import (
+    AdaptiveDraftLength,
+    DraftLength,
+    SchedulerSettings,
+    StaticDraftLength,
+    TableDraftLength,
+    dynamic_sd_lookup,
+)
 
-from .world import PLAIN, PROMPT_LOGPROBS, World, alone, make_request
+from .world import PLAIN, PROMPT_LOGPROBS, World, alone, costs_of, make_request
 
 LENGTH_MAX = 48
 STEPS_PER_WORLD = 400
@@ -49,7 +56,18 @@ def random_request(rng: random.Random, number: int, room: int) -> Request:
         stops=rng.sample(range(128), 3),
         priority=rng.randint(-2, 2),
         params=PROMPT_LOGPROBS if rng.random() < 0.15 else PLAIN,
+        k=rng.choice([None, None, None, 0, 1, 4]),
     )
+
+
+def random_length(rng: random.Random, chosen: SchedulerSettings) -> DraftLength:
+    k = chosen.num_speculative_tokens
+    kind = rng.choice(["static", "table", "adaptive"]) if k else "static"
+    if kind == "table":
+        return TableDraftLength(k, dynamic_sd_lookup([[1, 2, k], [3, 4, 1], [6, 8, 0]], k))
+    if kind == "adaptive":
+        return AdaptiveDraftLength(k, costs_of(chosen.max_num_seqs, k))
+    return StaticDraftLength(k)
 
 
 @dataclass
@@ -89,6 +107,7 @@ class Workload:
             block_size=block_size,
             skill=rng.choice([0.0, 0.5, 0.9, 1.0]),
             seed=seed,
+            draft_length=random_length(rng, chosen),
         )
         self.requests: dict[int, Request] = {}
         self.born: dict[int, int] = {}

@@ -18,11 +18,20 @@ from drumline.core.plan import Event, Row, RowResult, SpeculationStats, StepPlan
 from drumline.core.request import FinishReason, PositionLogprobs, Request, TokenLogprob
 from drumline.kvcache import BlockPool
 from drumline.lockstep.conductor import SoloConductor
-from drumline.scheduler import DraftLength, Scheduler, SchedulerSettings, TokenFinish
+from drumline.scheduler import CostCurve, DraftLength, Scheduler, SchedulerSettings, TokenFinish
 
 VOCAB = 128
 PROMPT_LOGPROBS = SamplingParams(prompt_logprobs=0)
 PLAIN = SamplingParams()
+
+# What the clock of this world says of a step.
+TARGET_MICROS, TOKEN_MICROS, PASS_MICROS = 1000, 20, 100
+
+
+def costs_of(rows_max: int, k: int) -> CostCurve:
+    """The cost curve that is true in this world."""
+    target = {tokens: TARGET_MICROS + TOKEN_MICROS * tokens for tokens in (1, rows_max * (1 + k))}
+    return CostCurve.measured(rows_max, k, target, {1: PASS_MICROS}, lambda count: count)
 
 
 def _entry(before: bytes, token: int) -> bytes:
@@ -240,6 +249,7 @@ class World:
         self.finish = TokenFinish()
         self.told: dict[int, Told] = {}
         self.plans: list[StepPlan] = []
+        self.drafts: dict[int, tuple[int, ...]] = {}  # of the last executed step
         self.step_count = 0
 
     def add(self, request: Request) -> None:
@@ -253,16 +263,19 @@ class World:
         assert len(proposal.rows) <= settings.max_num_seqs
         if proposal.rows:
             plan = self.conductor.seal(proposal)
-            last = self.plans[-1].rows if self.plans else ()
-            sampled = {row.number for row in last if row.samples}
             for row in plan.rows:
-                assert not row.drafts or row.number in sampled, "drafts outlived a step"
+                fresh = self.drafts.get(row.number, ())
+                assert row.drafts == fresh[: len(row.drafts)], "drafts outlived a step"
             self.plans.append(plan)
             result = self.worker.execute(plan)
+            self.drafts = {row.number: row.drafts for row in result.rows}
         for number in cancel_in_flight:
             self.scheduler.cancel(number)
         if proposal.rows:
             events = self.scheduler.commit(plan, result, self.finish)
+            micros = TARGET_MICROS + TOKEN_MICROS * proposal.token_count
+            micros += PASS_MICROS * plan.draft_k
+            self.scheduler.note_seconds(plan, micros / 1_000_000)
         else:
             events = self.scheduler.take_events()
         self.scheduler.check()

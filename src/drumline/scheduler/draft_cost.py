@@ -10,8 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
-_OWN_SHIFT = 3  # a cell moves 1/8 of the way to what was measured there,
-_OTHERS_SHIFT = 6  # the others by 1/64 of the same ratio: a machine slows down as a whole
+_STEADY = 8  # a cell moves 1/8 of the way to what is measured, a fresh one 1/3, 1/4, …
 _OUTLIER = 4  # one step counts as at most so many times longer or shorter than expected
 
 
@@ -24,6 +23,7 @@ class CostCurve:
         assert all(len(row) == len(cells[0]) for row in cells)
         assert all(micros > 0 for row in cells for micros in row)
         self._cells = [list(row) for row in cells]
+        self._visits = [[0] * len(row) for row in cells]
 
     @classmethod
     def measured(
@@ -56,15 +56,19 @@ class CostCurve:
         return tuple(self._cells[self._index(rows)])
 
     def observe(self, rows: int, draft_k: int, micros: int) -> None:
-        """A step of ``rows`` decoding rows, in which K was ``draft_k`` before and now, took so."""
+        """A step of ``rows`` decoding rows, in which K was ``draft_k`` before and now, took so.
+
+        The other cells follow half as far: a machine slows down as a whole, but not only.
+        """
         index = self._index(rows)
         expected = self._cells[index][draft_k]
+        visits = self._visits[index][draft_k] = self._visits[index][draft_k] + 1
         micros = max(expected // _OUTLIER, min(micros, expected * _OUTLIER), 1)
-        change = micros - expected
+        change = (micros - expected) // min(visits + 2, _STEADY)
         for row in self._cells:
             for k, cell in enumerate(row):
-                row[k] = max(1, cell + cell * change // (expected << _OTHERS_SHIFT))
-        self._cells[index][draft_k] = max(1, expected + (change >> _OWN_SHIFT))
+                row[k] = max(1, cell + cell * change // (2 * expected))
+        self._cells[index][draft_k] = max(1, expected + change)
 
     def _index(self, rows: int) -> int:
         return min(_class_of(rows), len(self._cells) - 1)

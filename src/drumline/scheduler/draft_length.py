@@ -22,6 +22,8 @@ from drumline.core.errors import ConfigError
 from drumline.scheduler.acceptance import UNIT, Acceptance
 from drumline.scheduler.draft_cost import CostCurve
 
+_ROUND = 32  # executed steps between two looks at a neighbouring length
+
 
 class DraftLength(Protocol):
     """Chooses a step's draft length and learns from executed steps."""
@@ -127,7 +129,8 @@ class AdaptiveDraftLength:
 
     Acceptance fades towards its prior with executed steps, so that K = 0, which measures nothing,
     is left again. A request that does worse than the others gets fewer drafts: its k-th draft is
-    asked for only while its chance is worth the time of verifying it.
+    asked for only while its chance is worth the time of verifying it. Of every 32 steps two take
+    the next longer or shorter length, so that its cost and acceptance are known and not believed.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class AdaptiveDraftLength:
         self.num_speculative_tokens = num_speculative_tokens
         self.costs = costs
         self.acceptance = acceptance or Acceptance(num_speculative_tokens)
+        self._step = 0
         self._worth = 0  # least chance, in 1/1024, that pays for verifying one more draft
 
     def expected_tokens(self, decoding: Sequence[int]) -> tuple[int, ...]:
@@ -158,7 +162,17 @@ class AdaptiveDraftLength:
         if best:
             per_draft = max(0, micros[best] - micros[best - 1]) // len(decoding)
             self._worth = per_draft * tokens[best] // micros[best]
-        return best
+        return self._looking_around(best)
+
+    def _looking_around(self, best: int) -> int:
+        round_number, turn = divmod(self._step, _ROUND)
+        if turn < _ROUND - 2:  # two steps, because the second one shows what a length costs
+            return best
+        self._worth = 0
+        aside = best + 1 if round_number % 2 else best - 1
+        if not 0 <= aside <= self.num_speculative_tokens:
+            aside = 2 * best - aside
+        return aside
 
     def row_max(self, number: int) -> int:
         chances = self.acceptance.chances(number)
@@ -174,6 +188,7 @@ class AdaptiveDraftLength:
         self.costs.observe(rows, draft_k, round(seconds * 1_000_000))
 
     def executed(self) -> None:
+        self._step += 1
         self.acceptance.fade()
 
     def forget(self, number: int) -> None:
