@@ -231,7 +231,7 @@ def test_43_a_stop_token_inside_the_run(
     ignore_eos: bool,
 ) -> None:
     base = {"temperature": 0.0, "seed": 3, "ignore_eos": ignore_eos, "logprobs": 0}
-    base |= {"repetition_penalty": 4.0}  # no token comes twice
+    base |= {"repetition_penalty": 4.0, "logit_bias": {2: -100.0}}  # no token twice, no end
     free = teach(plain, PROMPT, SamplingParams(max_tokens=20, **base)).outputs[0].token_ids
     stop = free[stop_at]
     assert stop not in free[:stop_at], "the run must meet it there first"
