@@ -28,7 +28,10 @@ class Distribution:
 
     def at(self, token: int) -> float:
         """The probability of one token."""
-        return float(self.at_ids(np.array([token]))[0])
+        place = token if self.ids is None else int(np.searchsorted(self.ids, token))
+        if place >= len(self.values) or (self.ids is not None and self.ids[place] != token):
+            return 0.0
+        return float(self.values[place])
 
     def at_ids(self, tokens: Ids) -> Floats:
         """The probabilities of ``[m]`` tokens."""

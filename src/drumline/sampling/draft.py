@@ -143,7 +143,7 @@ class DraftSampler:
 
 
 def _checked_table(token_table: ArrayLike, vocab_size: int) -> TokenTable:
-    ids = np.array(token_table, dtype=np.int64)
+    ids = np.asarray(token_table).astype(np.int64)
     if ids.ndim != 1 or len(ids) == 0:
         raise UsageError(f"a token table has one dimension and an entry, not shape {ids.shape}")
     if ids[0] < 0 or ids[-1] >= vocab_size:

@@ -55,7 +55,7 @@ def block(view: WindowLogits) -> Standing:
     """The longest prefix whose draw says so (Sun et al. 2024, Algorithm 2; weight is its p_i).
 
     weight_i = min(1, weight_{i-1} * p(x_i) / q(x_i)). Prefix i stands with probability
-    S / (S + 1 - weight_i), where S is the mass of max(weight_i * p - q, 0) after it, the whole
+    S / (S + (1 - weight_i)), where S is the mass of max(weight_i * p - q, 0) after it, the whole
     window with its weight. The token after prefix i comes from that same difference. A window
     cut short by numbers that are not finite is a shorter window.
     """
@@ -70,7 +70,7 @@ def block(view: WindowLogits) -> Standing:
             break
         p, q = distribution(_draw(target)), window.drawn_from(ahead)
         mass = float(tree_sum(_excess(p, q, weight)))
-        if mass > 0 and _stands(view, ahead, mass / (mass + 1 - weight)):
+        if mass > 0 and _stands(view, ahead, mass / (mass + (1 - weight))):
             standing = ahead
         targets.append(target)
         levels.append((p, weight))
@@ -112,8 +112,12 @@ def _then_the_target(view: WindowLogits, targets: list[Target]) -> Standing:
 
 def _excess(p: Distribution, q: Distribution, weight: float) -> Floats:
     """max(weight * p - q, 0) over the ids of ``p``."""
-    ids = np.arange(len(p.values)) if p.ids is None else p.ids
-    excess: Floats = np.maximum(weight * p.values - q.at_ids(ids), 0.0)
+    difference = weight * p.values
+    if p.ids is None and q.ids is not None:
+        difference[q.ids] -= q.values
+    else:
+        difference -= q.values if p.ids is None else q.at_ids(p.ids)
+    excess: Floats = np.maximum(difference, 0.0, out=difference)
     return excess
 
 
