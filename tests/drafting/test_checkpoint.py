@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from drafting.golden_world import settings
+from drumline.cli.main import main
 from drumline.core.errors import CheckpointError, ConfigError
 from drumline.drafting.checkpoint import default_taps, tap_from_layer_output
 from drumline.drafting.eagle import read as read_eagle
 from drumline.drafting.eagle3 import Eagle3Draft
 from drumline.drafting.eagle3 import read as read_eagle3
+from drumline.drafting.registry import drafter_module
 from drumline.models.checkpoint import open_checkpoint
 from drumline.models.config import ArchitectureConfig
 from drumline.models.tiny_drafts import write_eagle, write_eagle3
@@ -249,3 +251,20 @@ def test_eagle_is_strict_too(target: Path, config: ArchitectureConfig, tmp_path:
     change(folder, lambda c: c.update(hidden_size=64, bias=False))
     with pytest.raises(CheckpointError, match="hidden size 64, the target's is 32"):
         read_eagle(settings("eagle", folder), config)
+
+
+def test_tiny_writes_drafts_that_can_be_read(tmp_path: Path) -> None:
+    """From the command line, the same bytes each time."""
+    flags = ["--mtp", "--eagle", "--eagle3", "--draft-moe", "--medusa", "--seed", "6"]
+    for name in ("one", "two"):
+        assert main(["tiny", "--arch", "llama", *flags, "--output", str(tmp_path / name)]) == 0
+    files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.*"))
+    assert sum(path.name == "model.safetensors" for path in files) == 4
+    for path in files:
+        assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes()
+    checkpoint = open_checkpoint(tmp_path / "one")
+    for method in ("mtp", "eagle", "eagle3", "medusa"):
+        folder = None if method == "mtp" else tmp_path / "one" / method
+        found = drafter_module(method).facts(settings(method, folder), checkpoint)
+        assert found["weight_bytes"] > 0
+    assert main(["tiny", "--arch", "llama", "--draft-moe", "--output", str(tmp_path / "x")]) == 2

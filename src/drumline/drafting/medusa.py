@@ -207,6 +207,7 @@ def facts(speculative: Any, checkpoint: Checkpoint) -> Mapping[str, Any]:
 def load(context: DrafterContext) -> Drafter:
     draft = read(context.speculative, context.checkpoint.config)
     wanted = context.speculative.num_speculative_tokens
+    assert wanted is not None, "resolve gives every method a draft length"
     if wanted > draft.heads:
         problem = f"the checkpoint has {draft.heads} heads, each drafts one token"
         raise ConfigError("num_speculative_tokens", wanted, problem)
