@@ -25,7 +25,7 @@ CHAT: list[Any] = [
 
 @pytest.fixture(scope="module")
 def llm(long_tiny: Path) -> Iterator[LLM]:
-    yield LLM(str(long_tiny), threads=1, max_model_len=512)
+    return LLM(str(long_tiny), threads=1, max_model_len=512)
 
 
 def expected(llm: LLM, prompt: Any, given: dict[str, Any]) -> CompletionOutput:
@@ -62,9 +62,7 @@ def test_completions_are_what_llm_gives(
 
 
 @pytest.mark.parametrize("given", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_chats_are_what_llm_gives(
-    llm: LLM, client: openai.OpenAI, given: dict[str, Any]
-) -> None:
+def test_chats_are_what_llm_gives(llm: LLM, client: openai.OpenAI, given: dict[str, Any]) -> None:
     want = expected(llm, CHAT, given)
     whole = client.chat.completions.create(model="tiny", messages=CHAT, extra_body=IDS, **given)
     (choice,) = whole.choices

@@ -27,7 +27,8 @@ def connect(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
     content = json.dumps(body).encode()
     raw.sendall(
         f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n".encode() + content
+        f"Content-Length: {len(content)}\r\n\r\n".encode()
+        + content
     )
     return raw
 
@@ -65,9 +66,7 @@ def test_a_client_that_leaves_before_its_turn_cancels_its_request(server: Server
     server.wait_idle(5.0)
 
 
-def test_the_official_client_may_break_off_a_stream(
-    server: Server, client: openai.OpenAI
-) -> None:
+def test_the_official_client_may_break_off_a_stream(server: Server, client: openai.OpenAI) -> None:
     with client.completions.create(
         model="tiny", prompt="a", max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
     ) as stream:

@@ -71,7 +71,13 @@ WRONG: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETION, {"prompt": "a", "logit_bias": 3}, 400, "logit_bias", "map"),
     (COMPLETION, {"prompt": "a", "stream": "yes"}, 400, "stream", "boolean"),
     (COMPLETION, {"prompt": "a", "priority": 2**70}, 400, "priority", "64-bit"),
-    (COMPLETION, {"prompt": "a", "stream": False, "stream_options": {}}, 400, "stream_options", "true"),
+    (
+        COMPLETION,
+        {"prompt": "a", "stream": False, "stream_options": {}},
+        400,
+        "stream_options",
+        "true",
+    ),
     (
         COMPLETION,
         {"prompt": "a", "stream": True, "stream_options": {"usage": True}},

@@ -51,14 +51,13 @@ def ask(server: Server, stream: bool) -> tuple[int, str]:
         return response.status_code, response.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_it_and_ends_every_request(long_tiny: Path, number: int) -> None:
+def test_a_signal_stops_it_and_ends_every_request(long_tiny: Path) -> None:
     before = temporary()
     with Server(str(long_tiny)) as server, ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(ask, server, stream) for stream in (False, True, True)]
         server.wait_running(3)
         # What a terminal and a service manager do: the whole group gets it.
-        os.killpg(server.process.pid, number)
+        os.killpg(server.process.pid, signal.SIGINT)
         assert server.wait(10.0) == 0
         for answer in asked:
             status, text = answer.result(10.0)
@@ -69,7 +68,10 @@ def test_a_signal_stops_it_and_ends_every_request(long_tiny: Path, number: int) 
 
 
 def test_what_runs_may_finish_until_a_second_signal(long_tiny: Path) -> None:
-    with Server(str(long_tiny), "--shutdown-timeout", "60") as server, ThreadPoolExecutor(4) as pool:
+    with (
+        Server(str(long_tiny), "--shutdown-timeout", "60") as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
         short = pool.submit(
             httpx.post, f"{server.url}{COMPLETION}", json={**LONG, "max_tokens": 400}, timeout=60
         )
@@ -92,28 +94,20 @@ def test_what_runs_may_finish_until_a_second_signal(long_tiny: Path) -> None:
         assert '"abort"' in long.result(10.0)[1]
 
 
-def test_a_drained_server_does_not_wait_for_its_timeout(long_tiny: Path) -> None:
-    with Server(str(long_tiny), "--shutdown-timeout", "600") as server:
-        server.signal(signal.SIGTERM)
-        assert server.wait(10.0) == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_the_death_of_the_engine_is_told_to_everybody(long_tiny: Path, number: int) -> None:
+def test_the_death_of_the_engine_is_told_to_everybody(long_tiny: Path) -> None:
     """Open requests get an error at once, health turns bad, and the server ends with 1."""
     before = temporary()
     with Server(str(long_tiny)) as server, ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(ask, server, stream) for stream in (False, True)]
         server.wait_running(2)
         began = time.monotonic()
-        os.kill(server.engine_pid, number)
+        os.kill(server.engine_pid, signal.SIGKILL)
         (status, whole), (_, streamed) = (answer.result(10.0) for answer in asked)
         assert time.monotonic() - began < 5.0
-        name = signal.Signals(number).name
         assert status == 500
-        assert name in whole
+        assert "SIGKILL" in whole
         last = [line for line in streamed.splitlines() if line][-2:]
-        assert name in last[0]
+        assert "SIGKILL" in last[0]
         assert last[1] == "data: [DONE]"
         for path in ("/health", "/ready"):
             try:
@@ -177,6 +171,7 @@ def test_the_engine_does_not_outlive_its_server(long_tiny: Path) -> None:
 def test_an_idle_server_rests_and_raises_no_alarm(long_tiny: Path) -> None:
     """Neither in idle nor during a prefill of thousands of tokens with a tight deadline."""
     arguments = ("--step-timeout-seconds", "0.2", "--max-num-batched-tokens", "64")
+    arguments += ("--shutdown-timeout", "600")
     with Server(str(long_tiny), *arguments) as server:
         prompt = [5 + index % 200 for index in range(4000)]
         answer = server.client.post(COMPLETION, json={"prompt": prompt, "max_tokens": 2})
@@ -194,6 +189,9 @@ def test_an_idle_server_rests_and_raises_no_alarm(long_tiny: Path) -> None:
         assert cpu_seconds(server.process.pid) - front < 0.1
         assert "watchdog:" not in server.log
         assert server.health()["status"] == "ok"
+        # and with nothing to drain it does not wait for its timeout
+        server.signal(signal.SIGTERM)
+        assert server.wait(10.0) == 0
 
 
 def cpu_seconds(pid: int) -> float:

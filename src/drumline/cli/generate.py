@@ -161,15 +161,15 @@ class Session:
             "seconds": self.seconds,
             "decode_tokens_per_second": decode_speed(counters),
             "steps": counters.steps,
-            "speculation": {
-                **speculation_object(core.speculation),
-                "mean_acceptance_length": core.speculation.mean_acceptance_length,
-            },
             "draft_length_histogram": {str(k): v for k, v in core.draft_lengths.items()},
             "adjustments": [
                 {"field": a.field, "asked": a.asked, "used": a.used, "reason": a.reason}
                 for a in core.resolved.adjustments
             ],
+            "speculation": {
+                **speculation_object(core.speculation),
+                "mean_acceptance_length": core.speculation.mean_acceptance_length,
+            },
             "preemptions": counters.preemptions,
             "interrupted": self.interrupt.raised,
         }

@@ -107,7 +107,8 @@ class AsyncEngine:
         self.death: str | None = None  # why there is no engine any more
         self.dead = asyncio.Event()
         self._link = link
-        self._streams: dict[int, Stream] = {}  # by sample, until its last delta
+        # By sample, until its last delta; None if nobody waits for that any more.
+        self._streams: dict[int, Stream | None] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._pong: asyncio.Future[Pong | None] | None = None
@@ -184,7 +185,7 @@ class AsyncEngine:
         return stream
 
     def _check_room(self, samples: int) -> None:
-        """Full is what the callers see: the engine may have a few that have ended already."""
+        """Counts what the engine still has to end, cancelled samples too."""
         self._check_alive()
         limit = self.facts.limits.samples_max
         if samples <= limit < len(self._streams) + samples:
@@ -194,11 +195,8 @@ class AsyncEngine:
     def release(self, stream: Stream) -> None:
         """Forgets a stream; samples that still run are cancelled."""
         running = stream.running
-        for number in running:
-            self._streams.pop(number, None)
-        if not self._streams:
-            self._idle.set()
         if running and self.death is None:
+            self._streams |= dict.fromkeys(running)
             self._link.send(Cancel(numbers=running))
 
     # ---- health --------------------------------------------------------------------------
@@ -295,7 +293,8 @@ class AsyncEngine:
         reason = FinishReason.ABORT if self._closing else FinishReason.ERROR
         error = None if self._closing else text
         for number, stream in self._streams.items():
-            stream.deliver(OutputDelta(number=number, finish_reason=reason, error=error))
+            if stream is not None:
+                stream.deliver(OutputDelta(number=number, finish_reason=reason, error=error))
         self._streams.clear()
         self._idle.set()
         if self._pong is not None:

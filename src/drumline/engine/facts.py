@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config import EngineConfig, Resolved, startup_table
-from drumline.core.errors import UsageError
+from drumline.core.errors import CheckpointError, RequestError, UsageError
 from drumline.core.params import SamplingParams
 from drumline.engine.intake import Intake, IntakeLimits
 from drumline.models.config import SamplingDefaults
@@ -101,7 +101,14 @@ def with_template(tokenizer: Tokenizer, config: EngineConfig) -> Tokenizer:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"chat_template={name!r}: cannot be read: {error}") from None
-    return tokenizer.with_chat_template(text)
+    own = tokenizer.with_chat_template(text)
+    try:
+        own.apply_chat_template([{"role": "user", "content": "hello"}])
+    except CheckpointError as error:
+        raise UsageError(f"chat_template={name!r}: {error.problem}") from None
+    except RequestError:
+        return own  # it parses, and wants other conversations
+    return own
 
 
 def make_intake(facts: EngineFacts, tokenizer: Tokenizer) -> Intake:

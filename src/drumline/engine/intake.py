@@ -179,6 +179,9 @@ class Intake:
             if prompt.text is not None:
                 return tuple(self.tokenizer.encode(prompt.text))
             assert prompt.messages is not None
+            for message in prompt.messages:
+                if not isinstance(message, Mapping):
+                    raise RequestError(f"{message!r:.60} is no mapping with role and content")
             return tuple(self.tokenizer.encode_chat(prompt.messages))
         except RequestError as error:
             raise RequestError(error.problem, param=prompt.param) from None

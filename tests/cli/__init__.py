@@ -1,0 +1,1 @@
+"""The command line, as newcomers type it."""
