@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from drafting.golden import GoldenMtp, GoldenOwnMtp
 from drafting.golden_world import Piece, World, build, random_tokens, settings
 from drumline.core.errors import CheckpointError, ConfigError
 from drumline.drafting import mtp as mtp_module
-from drumline.drafting.mtp import facts, read, shipped_head
+from drumline.drafting.mtp import facts, head_rows, read, shipped_head
 from drumline.models.checkpoint import open_checkpoint
+from drumline.models.layers import EMBEDDING
 from drumline.models.tiny import write_tiny
 from drumline.models.tiny_drafts import add_mtp, write_mtp
+from drumline.ops.weights import WeightTensor
 
 TinyPath = Callable[..., Path]
 TOKENS = random_tokens(3, 19)
@@ -115,6 +118,18 @@ def test_a_reduced_head_is_rows_of_the_targets(tiny_path: TinyPath, tmp_path: Pa
     narrow, drafts = drafted(part)
     assert torch.allclose(narrow[7], wide[7][list(table)], atol=1e-5, rtol=0)
     assert set(drafts) <= set(table)
+
+
+def test_rows_of_a_quantised_head_stay_as_they_are() -> None:
+    """A GGUF's head is gathered block by block: what is read is the file's own rows."""
+    raw = torch.arange(6 * 2 * 34, dtype=torch.int64).remainder(60).to(torch.uint8).view(6, 68)
+    head = WeightTensor(EMBEDDING, (6, 64), "Q8_0", raw)
+    checkpoint: Any = SimpleNamespace(
+        tensors={EMBEDDING: head}, config=SimpleNamespace(tie_word_embeddings=True)
+    )
+    rows = head_rows(checkpoint, (1, 4, 5))
+    assert (rows.kind, rows.shape) == ("Q8_0", (3, 64))
+    assert torch.equal(rows.to_float(), head.to_float()[[1, 4, 5]])
 
 
 def test_facts_say_what_the_cache_must_hold(target: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drumline.config import SpeculativeConfig
 from drumline.core.errors import CheckpointError, ConfigError, nearest_name
 from drumline.models.config import ArchitectureConfig, Fields, read_json
 from drumline.models.fetch import resolve_model
@@ -112,7 +113,7 @@ def read_taps(fields: Fields, key: str, target: ArchitectureConfig) -> tuple[int
 # ---------------------------------------------------------------- config.json
 
 
-def draft_folder(speculative: Any) -> Path:
+def draft_folder(speculative: SpeculativeConfig) -> Path:
     """The folder that ``model`` of the speculative config means. ConfigError if it is not given,
     CheckpointError if it is no folder."""
     if speculative.model is None:

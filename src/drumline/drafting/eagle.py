@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.config import SpeculativeConfig
 from drumline.drafting.base import Drafter, DrafterContext
 from drumline.drafting.checkpoint import (
     LAYER,
@@ -66,7 +67,7 @@ class EagleDraft:
     weight_bytes: int
 
 
-def read(speculative: Any, target: ArchitectureConfig) -> EagleDraft:
+def read(speculative: SpeculativeConfig, target: ArchitectureConfig) -> EagleDraft:
     """Opens the folder that the speculative config names. CheckpointError for what is missing,
     too much, or not made for ``target``."""
     folder = draft_folder(speculative)
@@ -144,7 +145,7 @@ class EagleNetwork:
         return self.ops.linear(x, self.head)
 
 
-def facts(speculative: Any, checkpoint: Checkpoint) -> Mapping[str, Any]:
+def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:
     draft = read(speculative, checkpoint.config)
     return network_facts(draft.config, None, draft.weight_bytes)
 

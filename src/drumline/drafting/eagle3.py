@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.config import SpeculativeConfig
 from drumline.core.errors import CheckpointError
 from drumline.drafting.base import Drafter, DrafterContext
 from drumline.drafting.checkpoint import (
@@ -95,7 +96,7 @@ class Eagle3Draft:
     weight_bytes: int
 
 
-def read(speculative: Any, target: ArchitectureConfig) -> Eagle3Draft:
+def read(speculative: SpeculativeConfig, target: ArchitectureConfig) -> Eagle3Draft:
     """Opens the folder that the speculative config names. CheckpointError for what is missing,
     too much, or not made for ``target``."""
     folder = draft_folder(speculative)
@@ -265,7 +266,7 @@ class Eagle3Network:
         return self.ops.linear(self.ops.rms_norm(x, self.norm, self.eps), self.head)
 
 
-def facts(speculative: Any, checkpoint: Checkpoint) -> Mapping[str, Any]:
+def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:
     draft = read(speculative, checkpoint.config)
     return network_facts(draft.config, draft.envelope.tokens, draft.weight_bytes)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.config import SpeculativeConfig
 from drumline.core.errors import CheckpointError, ConfigError
 from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import Drafter, DrafterContext, DraftRow, Proposal
@@ -56,7 +57,7 @@ class MedusaDraft:
     weight_bytes: int
 
 
-def read(speculative: Any, target: ArchitectureConfig) -> MedusaDraft:
+def read(speculative: SpeculativeConfig, target: ArchitectureConfig) -> MedusaDraft:
     """Opens the folder that the speculative config names. CheckpointError for what is missing,
     too much, or not made for ``target``."""
     folder = draft_folder(speculative)
@@ -195,7 +196,7 @@ class MedusaDrafter:
         """Nothing is open."""
 
 
-def facts(speculative: Any, checkpoint: Checkpoint) -> Mapping[str, Any]:
+def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:
     draft = read(speculative, checkpoint.config)
     return {
         "default_tokens": draft.heads,

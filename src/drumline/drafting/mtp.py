@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drumline.config import SpeculativeConfig
 from drumline.core.errors import CheckpointError, ConfigError
 from drumline.drafting.base import Drafter, DrafterContext
 from drumline.drafting.checkpoint import (
@@ -122,7 +123,7 @@ def shipped_head(target: ArchitectureConfig, name: str) -> Path | None:
     return None
 
 
-def read(speculative: Any, checkpoint: Checkpoint) -> MtpDraft:
+def read(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> MtpDraft:
     """The module that the speculative config names, or the target's own, or the shipped one.
     CheckpointError for what is missing, too much, or not made for the target; ConfigError if
     there is none at all."""
@@ -294,7 +295,7 @@ def head_rows(checkpoint: Checkpoint, table: tuple[int, ...]) -> WeightTensor:
     return WeightTensor(head.name, (len(table), head.shape[1]), head.kind, rows)
 
 
-def facts(speculative: Any, checkpoint: Checkpoint) -> Mapping[str, Any]:
+def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:
     draft = read(speculative, checkpoint)
     return network_facts(draft.config, draft.envelope.tokens, draft.weight_bytes)
 
