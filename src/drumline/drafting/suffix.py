@@ -13,7 +13,8 @@ follows there; then all that wait move on by one token:
     waiting at "a b"   (sequence 0, 2), (sequence 1, 7)
     looked at          "a b" → "c": (sequence 0, 3)        → "d": (sequence 1, 8)
 
-So taking in a token costs one entry, and memory is that entry and the nodes that were looked at.
+Where one suffix waits alone, nobody has to move it: its sequence says what follows. So taking in
+a token costs one entry, and nodes are made only for what is looked at and was said twice.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from drumline.drafting.base import DrafterContext, DraftRow
+from drumline.drafting.base import DrafterContext, DraftRow, Proposal
 from drumline.drafting.host import HostDrafter, no_facts
+from drumline.models.layers import ModelOutput
 
 GLOBAL_TOKENS_MAX = 2**20  # outputs kept in the global trie, whatever the number of requests
 
@@ -39,6 +41,9 @@ def load(context: DrafterContext) -> SuffixDrafter:
     )
 
 
+Suffix = tuple[list[int], int]  # a sequence and the position of what follows
+
+
 class Node:
     """A string that occurs: how often, what follows, and the suffixes that wait here."""
 
@@ -48,7 +53,7 @@ class Node:
         self.count = 0
         self.children: dict[int, Node] = {}
         self.best = -1  # the most frequent next token, the lowest id of equals
-        self.waiting: list[tuple[list[int], int]] = []  # (its sequence, position of what follows)
+        self.waiting: list[Suffix] = []
 
     def open(self) -> dict[int, Node]:
         """The next tokens, after moving on every suffix whose next token has come."""
@@ -75,9 +80,17 @@ class Node:
         return self.children
 
     @property
+    def leaf(self) -> Suffix | None:
+        """The one suffix that waits here, if nothing else was ever here."""
+        return self.waiting[0] if self.count == 1 and self.waiting else None
+
+    @property
     def continued(self) -> int:
         """Of its occurrences those that something follows; valid after `open`."""
         return self.count - len(self.waiting)
+
+
+Place = Node | Suffix  # a node, or somewhere along the only suffix of a leaf
 
 
 class SuffixTrie:
@@ -100,40 +113,58 @@ class SuffixTrie:
         """(sum of probabilities, length of the match, drafts) for what may follow ``tokens``."""
         best: tuple[float, int, list[int]] = (0.0, 0, [])
         for size in range(1, min(self.depth - 1, len(tokens)) + 1):
-            node = self._walk(tokens[len(tokens) - size :])
-            if node is None:
-                break  # where a suffix does not stand, a longer one does not either
+            place = self._walk(tokens[len(tokens) - size :])
+            if place is None:
+                break  # where nothing follows, nothing follows a longer string either
             most = min(k, int(factor * size), self.depth - size)
-            found = self._follow(node, most, min_token_prob)
+            found = self._follow(place, most, min_token_prob)
             if found[0] and (found[0], size) >= best[:2]:
                 best = (found[0], size, found[1])
         return best
 
-    def _walk(self, tokens: Sequence[int]) -> Node | None:
-        node: Node | None = self.root
-        for token in tokens:
-            assert node is not None
-            node = node.open().get(token)
-            if node is None:
+    def _walk(self, tokens: Sequence[int]) -> Place | None:
+        """Where the string ends in the trie; None if nothing follows it anywhere."""
+        node = self.root
+        for index, token in enumerate(tokens):
+            if (leaf := node.leaf) is not None:
+                return _beyond(leaf, tokens[index:])
+            child = node.open().get(token)
+            if child is None:
                 return None
-        return node
+            node = child
+        if (leaf := node.leaf) is not None:
+            return _beyond(leaf, ())
+        return node if node.open() else None
 
-    def _follow(self, node: Node, most: int, min_token_prob: float) -> tuple[float, list[int]]:
+    def _follow(self, place: Place, most: int, min_token_prob: float) -> tuple[float, list[int]]:
         """The most frequent continuation, one token at a time."""
         drafts: list[int] = []
         total, probability = 0.0, 1.0
         while len(drafts) < most:
-            children = node.open()
+            leaf = place.leaf if isinstance(place, Node) else place
+            if leaf is not None:  # the only one of its kind: it goes on as it went on
+                sequence, position = leaf
+                rest = sequence[position : position + most - len(drafts)]
+                return total + probability * len(rest), drafts + rest
+            assert isinstance(place, Node)
+            children = place.open()
             if not children:
                 break
-            child = children[node.best]
-            probability *= child.count / node.continued
+            child = children[place.best]
+            probability *= child.count / place.continued
             if probability < min_token_prob:
                 break
-            drafts.append(node.best)
+            drafts.append(place.best)
             total += probability
-            node = child
+            place = child
         return total, drafts
+
+
+def _beyond(leaf: Suffix, tokens: Sequence[int]) -> Suffix | None:
+    """The place after ``tokens``, if the leaf's sequence says just that and then goes on."""
+    sequence, position = leaf
+    end = position + len(tokens)
+    return (sequence, end) if end < len(sequence) and sequence[position:end] == [*tokens] else None
 
 
 class PastOutputs:
@@ -199,6 +230,17 @@ class SuffixDrafter(HostDrafter):
         self.past = PastOutputs(depth, cached_requests) if cached_requests else None
         self._own: dict[int, tuple[SuffixTrie, list[int]]] = {}
 
+    def propose(
+        self, rows: Sequence[DraftRow], output: ModelOutput | None, draft_k: int
+    ) -> Proposal:
+        """What is said is remembered, also by who may not draft."""
+        if self.past is not None:
+            for row in rows:
+                if row.samples:
+                    said = row.committed[len(row.request.prompt_token_ids) :]
+                    self.past.follow(row.number, said)
+        return super().propose(rows, output, draft_k)
+
     def draft(self, row: DraftRow) -> Sequence[int]:
         tokens = row.committed
         if row.number not in self._own:
@@ -208,7 +250,6 @@ class SuffixDrafter(HostDrafter):
         end = tokens[-self.depth :]
         best = trie.candidate(end, row.k, self.factor, self.min_token_prob)
         if self.past is not None:
-            self.past.follow(row.number, tokens[len(row.request.prompt_token_ids) :])
             other = self.past.trie.candidate(end, row.k, self.factor, self.min_token_prob)
             best = max(best, other, key=lambda found: found[:2])  # the first of equals
         return best[2]
