@@ -73,6 +73,7 @@ class Bench:
         self.drafter: Drafter | None = None
         self.ledger = PassLedger()
         self.length = length
+        self.ranged = True  # rows ask for drafts within the drafter's range only
         if speculative is not None:
             settings = SpeculativeConfig.from_mapping(speculative)
 
@@ -182,7 +183,7 @@ class Bench:
         if spare is not None:
             limit = min(limit, end + spare)
         traits = None if self.drafter is None else self.drafter.traits
-        if traits is not None and traits.drafter_range is not None:
+        if self.ranged and traits is not None and traits.drafter_range is not None:
             limit = min(limit, traits.drafter_range - 1)
         return Row(
             number=sequence.request.number,

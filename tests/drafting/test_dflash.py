@@ -344,6 +344,16 @@ def test_the_range_ends_one_position_early(target: Path, tmp_path: Path) -> None
     world.check(other)
 
 
+def test_a_row_that_asks_beyond_the_range_gets_what_is_inside(target: Path, tmp_path: Path) -> None:
+    draft = write_dflash(target, tmp_path / "draft", 5, max_position_embeddings=24)
+    bench = Bench(target, dflash(draft))
+    bench.ranged = False
+    sequence = bench.add(PROMPT)
+    while len(sequence.tokens) < 30:
+        bench.step([sequence], 5)
+        assert len(sequence.drafts) == max(0, min(5, 24 - len(sequence.tokens)))
+
+
 def test_one_pass_in_every_step_of_the_size_that_the_script_says(target: Path, draft: Path) -> None:
     bench = Bench(target, dflash(draft))
     sequence = bench.add(PROMPT)

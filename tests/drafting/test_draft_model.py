@@ -183,6 +183,17 @@ def test_max_model_len_of_the_speculative_config_is_a_range(target: Path) -> Non
     assert 0 < sequence.drafted <= 6
 
 
+def test_a_row_that_asks_beyond_the_range_gets_what_is_inside(target: Path) -> None:
+    bench = Bench(target, draft_model(target, max_model_len=20))
+    bench.ranged = False
+    sequence = bench.add(PROMPT)
+    found = []
+    while len(sequence.tokens) < 26:
+        bench.step([sequence], 4)
+        found.append((len(sequence.tokens), len(sequence.drafts)))
+    assert found == [(14, 4), (19, 1), (21, 0), (22, 0), (23, 0), (24, 0), (25, 0), (26, 0)]
+
+
 # ---------------------------------------------------------------- passes
 
 

@@ -55,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("eagle", "with an EAGLE draft in DIR/eagle"),
         ("eagle3", "with an EAGLE-3 draft in DIR/eagle3"),
         ("draft-moe", "the EAGLE-3 draft has experts"),
+        ("dflash", "with a DFlash draft in DIR/dflash"),
         ("medusa", "with Medusa heads in DIR/medusa"),
     ):
         parser.add_argument(f"--{name}", action="store_true", help=text)
@@ -100,6 +101,8 @@ def _write_drafts(args: argparse.Namespace, folder: Path) -> list[Path]:
     if args.eagle3:
         layer = "qwen3_moe" if args.draft_moe else "llama"
         made.append(tiny_drafts.write_eagle3(folder, folder / "eagle3", args.seed, layer=layer))
+    if args.dflash:
+        made.append(tiny_drafts.write_dflash(folder, folder / "dflash", args.seed))
     if args.medusa:
         made.append(tiny_drafts.write_medusa(folder, folder / "medusa", args.seed))
     return made

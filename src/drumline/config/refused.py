@@ -7,7 +7,7 @@ variable or a Python argument. A feature that arrives leaves this table and join
 from __future__ import annotations
 
 _ONE_RANK = "this release runs one rank; several machines and launchers come later"
-_EXPERTS = "this release has no models with experts"
+_EXPERTS = "this release computes every expert on its one rank"
 _TLS = "put a reverse proxy in front of the server for that"
 _TOOLS = "tool calls and reasoning parsers are not in this release"
 _LATER = "not in this release"

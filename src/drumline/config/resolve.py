@@ -153,7 +153,7 @@ def _refuse_later_releases(asked: EngineConfig) -> None:
         if asked.get(name) > 1:
             raise ConfigError(name, asked.get(name), "not supported yet; this release runs 1 rank")
     if asked.parallel.enable_expert_parallel:
-        problem = "not supported yet; this release has no models with experts"
+        problem = "not supported yet; this release computes every expert on its one rank"
         raise ConfigError("enable_expert_parallel", True, problem)
 
 
