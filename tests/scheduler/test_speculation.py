@@ -320,6 +320,50 @@ def test_adaptive_drafts_much_for_an_oracle_and_little_for_a_liar() -> None:
     assert mean_k(0.0) <= 0.5
 
 
+def test_prompts_in_pieces_do_not_vote() -> None:
+    world = world_of(max_num_batched_tokens=8, draft_length=by_table(3, [[1, 1, 3], [2, 4, 0]]))
+    world.add(make_request(0, [1] * 4, 40))
+    world.step()
+    world.add(make_request(1, [2] * 30, 4))
+    for _ in range(4):
+        world.step()
+        assert [row.samples for row in world.plans[-1].rows] == [True, False]
+        assert world.plans[-1].draft_k == 3
+    world.run()
+
+
+def test_a_drafter_that_finds_nothing_is_asked_less() -> None:
+    """What was asked for and not proposed counts: a step was planned for it."""
+    world = world_of(
+        max_model_len=512, block_count=400, draft_length=AdaptiveDraftLength(3, costs_of(4, 3))
+    )
+    execute = world.worker.execute
+
+    def silent(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        rows = (RowResult(r.number, r.tokens, r.logprobs, r.prompt_logprobs) for r in result.rows)
+        return StepResult(result.step, tuple(rows))
+
+    world.worker.execute = silent  # type: ignore[method-assign]
+    world.add(make_request(0, [1], 200))
+    world.run()
+    lengths = [plan.draft_k for plan in world.plans[20:-1]]
+    assert sum(lengths) <= 0.4 * len(lengths)
+
+
+def test_only_a_steady_step_says_what_a_length_costs() -> None:
+    length = AdaptiveDraftLength(3, costs_of(4, 3))
+    scheduler = world_of(draft_length=length).scheduler
+    before = length.costs.micros(1)
+    decode = Row(0, 9, (1,), (0,), True)
+    prefill = Row(1, 0, (1, 2), (0,), True)
+    for rows, draft_k, width in (((decode,), 3, 1), ((decode,), 0, 4), ((decode, prefill), 3, 4)):
+        scheduler.note_seconds(StepPlan(0, 0, rows, draft_k=draft_k, verify_width=width), 9.0)
+        assert length.costs.micros(1) == before
+    scheduler.note_seconds(StepPlan(0, 0, (decode,), draft_k=3, verify_width=4), 9.0)
+    assert length.costs.micros(1)[3] > before[3]
+
+
 # ---- what is reported ------------------------------------------------------------------------
 
 
@@ -407,6 +451,19 @@ def test_more_drafts_than_the_row_may_have_are_our_mistake() -> None:
     bad = RowResult(0, good.tokens, drafts=(1, 2))
     with pytest.raises(AssertionError, match="more drafts"):
         world.scheduler.commit(plan, StepResult(plan.step, (bad,)), world.finish)
+
+
+def test_slots_ahead_go_back_when_a_more_urgent_request_takes_the_row_s_share() -> None:
+    world = world_of(policy="priority", max_num_batched_tokens=8, block_count=32)
+    slow, urgent = make_request(0, [1] * 6, 8), make_request(1, [2] * 20, 4, priority=-1)
+    world.add(slow)
+    assert world.scheduler.propose().rows[0].samples  # not executed, but slots ahead are held
+    world.add(urgent)
+    world.scheduler.propose()
+    world.step()  # asserts that no slot is held that nobody will fill
+    assert [(row.number, row.width) for row in world.plans[-1].rows] == [(1, 7), (0, 1)]
+    world.run()
+    check_tokens(world, slow, urgent)
 
 
 # ---- the prefix cache ------------------------------------------------------------------------
