@@ -59,6 +59,7 @@ class Acceptance:
         self._step = 0
         self._all = _Counts(num_speculative_tokens, 0)
         self._each: dict[int, _Counts] = {}
+        self._rates: list[int] | None = None  # of all, until something is learned or fades
 
     def observe(self, number: int, asked_count: int, accepted_count: int) -> None:
         """A row was asked for ``asked_count`` drafts; the first ``accepted_count`` were right."""
@@ -66,6 +67,7 @@ class Acceptance:
         if not asked_count:
             return
         own = self._each.get(number)
+        self._rates = None
         if own is None:
             own = self._each[number] = _Counts(self._size, self._step)
         for counts in (self._all, own):
@@ -74,12 +76,13 @@ class Acceptance:
 
     def rates(self) -> list[int]:
         """Per position, of all requests together."""
-        self._all.fade_to(self._step)
-        rates, rate = [], self._prior
-        for index in range(self._size):
-            rate = self._all.rate(index, rate, _WEIGHT_ALL)
-            rates.append(rate)
-        return rates
+        if self._rates is None:
+            self._all.fade_to(self._step)
+            self._rates, rate = [], self._prior
+            for index in range(self._size):
+                rate = self._all.rate(index, rate, _WEIGHT_ALL)
+                self._rates.append(rate)
+        return self._rates
 
     def chances(self, number: int) -> list[int]:
         """That all drafts up to a position are right, for one request."""
@@ -97,6 +100,7 @@ class Acceptance:
     def fade(self) -> None:
         """A step was executed."""
         self._step += 1
+        self._rates = None
 
     def forget(self, number: int) -> None:
         """The request has ended; what it taught stays with all."""
