@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from server.running import Server, alive, children, command, environment, wait_until
+from server.test_clients import connect
 
 COMPLETION = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "temperature": 0.0}
@@ -54,8 +55,11 @@ def ask(server: Server, stream: bool) -> tuple[int, str]:
 def test_a_signal_stops_it_and_ends_every_request(long_tiny: Path) -> None:
     before = temporary()
     with Server(str(long_tiny)) as server, ThreadPoolExecutor(4) as pool:
+        # One more does not read: by now its answer fills every buffer on the way.
+        stalled = connect(server, COMPLETION, {**LONG, "n": 8, "logprobs": 20, "stream": True})
+        wait_until(lambda: server.health()["step"] > 250, 60.0)
         asked = [pool.submit(ask, server, stream) for stream in (False, True, True)]
-        server.wait_running(3)
+        server.wait_running(11)
         # What a terminal and a service manager do: the whole group gets it.
         os.killpg(server.process.pid, signal.SIGINT)
         assert server.wait(10.0) == 0
@@ -63,6 +67,7 @@ def test_a_signal_stops_it_and_ends_every_request(long_tiny: Path) -> None:
             status, text = answer.result(10.0)
             assert status == 200
             assert '"abort"' in text
+        stalled.close()
         assert_nothing_left(server, before)
         assert "Traceback" not in server.log
 

@@ -7,6 +7,7 @@ know what a body means.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,7 +44,9 @@ class Guard:
                 await _discard(receive)
             await error_response(error)(scope, receive, send)
             return
-        await self.app(scope, self._limited(receive), send)
+        # Only the end of the server cancels: of clients that did not read their answers in time.
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.app(scope, self._limited(receive), send)
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if not self.keys or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
