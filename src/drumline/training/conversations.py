@@ -6,14 +6,16 @@ A drafter must guess what this target says, so the best text to learn from is th
 or not at all, so an interrupted run goes on where it stopped.
 
     piece-00007.jsonl     one conversation a line: {"prompt_token_ids", "token_ids"}
+    recipe.json           what they were made by
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,12 @@ from drumline.core.params import SamplingParams
 from drumline.core.random import derive_seed
 from drumline.core.request import FinishReason
 from drumline.engine.llm import LLM
+from drumline.models.config import read_json
 from drumline.models.tokenizer import Tokenizer
 
+RECIPE = "recipe.json"
+LENGTH_MAX = 512  # tokens of a conversation, template included
+_PIECE = re.compile(r"piece-(\d+)\.jsonl")
 SENTINEL = "\u27eadrumline\u27eb"
 
 
@@ -49,17 +55,48 @@ class Conversation:
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prompt_token_ids + self.token_ids
+
 
 def user_header(tokenizer: Tokenizer) -> str:
     """What the chat template writes before a user's first word.
 
-    Raises `CheckpointError` if the template does not show the user's text as it is.
+    Raises `CheckpointError` if there is no template, or if it does not show the user's text as
+    it is.
     """
+    if not tokenizer.has_chat_template:
+        raise CheckpointError(
+            tokenizer.path, "no chat template, so the target cannot write its own questions"
+        )
     text = tokenizer.apply_chat_template([{"role": "user", "content": SENTINEL}])
     header, found, _ = text.partition(SENTINEL)
     if not found:
         raise CheckpointError(tokenizer.path, "the chat template hides the user's text")
     return header
+
+
+def note_recipe(folder: Path, recipe: Recipe) -> None:
+    """Writes ``recipe.json`` beside the first piece that is made; `UsageError` if there is another,
+    since pieces of two recipes would not be what either says."""
+    path = folder / RECIPE
+    if read_recipe(folder) is None:
+        path.write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
+    elif read_recipe(folder) != asdict(recipe):
+        raise UsageError(f"{path}: pieces of another recipe are here ({read_recipe(folder)})")
+
+
+def read_recipe(folder: Path) -> dict[str, Any] | None:
+    """What the pieces of a folder were made by; None if nobody wrote it down."""
+    path = folder / RECIPE
+    return read_json(path) if path.exists() else None
+
+
+def piece_indices(folder: Path) -> tuple[int, ...]:
+    """Which pieces a folder has, ascending."""
+    found = [_PIECE.fullmatch(path.name) for path in folder.glob("piece-*.jsonl")]
+    return tuple(sorted(int(match[1]) for match in found if match))
 
 
 def piece_path(folder: Path, index: int) -> Path:
@@ -119,12 +156,36 @@ def _answer_params(recipe: Recipe, number: int) -> SamplingParams:
     )
 
 
-def read_pieces(folder: Path, indices: Sequence[int]) -> Iterator[Conversation]:
-    """The conversations of some pieces, in order. Raises `UsageError` for one that is missing."""
-    for index in indices:
-        path = piece_path(folder, index)
-        if not path.exists():
-            raise UsageError(f"{path}: no such piece; make the data first")
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            yield Conversation(tuple(entry["prompt_token_ids"]), tuple(entry["token_ids"]))
+def read_piece(folder: Path, index: int, vocab_size: int) -> list[Conversation]:
+    """The conversations of one piece. Raises `UsageError` for one that is missing or not ours."""
+    path = piece_path(folder, index)
+    if not path.exists():
+        raise UsageError(f"{path}: no such piece; make the data first")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not UTF-8") from None
+    return [
+        _read_line(f"{path} line {number}", line, vocab_size)
+        for number, line in enumerate(lines, 1)
+    ]
+
+
+def _read_line(where: str, line: str, vocab_size: int) -> Conversation:
+    names = ("prompt_token_ids", "token_ids")
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: not JSON: {error}") from None
+    if not isinstance(entry, dict) or set(entry) != set(names):
+        raise UsageError(f"{where}: an object with {' and '.join(names)} is needed")
+    return Conversation(*(_ids(f"{where}, {name}", entry[name], vocab_size) for name in names))
+
+
+def _ids(where: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        raise UsageError(f"{where}: a list of token ids is needed")
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise UsageError(f"{where}: {token!r} is not a token id below {vocab_size}")
+    return tuple(value)

@@ -1,0 +1,158 @@
+"""What the target thinks of each conversation: one prefill pass, kept as a safetensors file.
+
+    features-00007.safetensors
+        ids      [tokens] int32              all conversations of piece 7, one after the other
+        starts   [conversations + 1] int64   where each begins
+        answers  [conversations] int64       tokens of its prompt: where its answer begins
+        best     [tokens] int32              the target's greedy next token after each token
+        tap.<k>  [tokens, hidden]            residual stream after k layers
+
+Taps are float16 where every value fits it, else bfloat16: 2 bytes * hidden * taps for a token
+(SmolLM2 1.2 KB for mtp). Passes over the data then cost no target pass, only its head's rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from drumline.core.errors import UsageError
+from drumline.core.random import derive_seed
+from drumline.training.conversations import Conversation
+from drumline.training.target import Target
+
+PASS_TOKENS = 2048  # tokens of one prefill pass
+GREEDY_SHARE = 0.95  # of an answer's tokens that are the target's best: it was written greedily
+HALF_MAX = 60000.0
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One conversation with its features. ``taps[k]``: ``[tokens, hidden]`` as stored."""
+
+    ids: Tensor  # [tokens] int64
+    answer: int  # index of the first answer token
+    best: Tensor  # [tokens] int64
+    taps: dict[int, Tensor]
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the answer is (up to rounding) what the target says at temperature 0."""
+        agree = self.best[self.answer - 1 : -1] == self.ids[self.answer :]
+        return float(agree.float().mean()) >= GREEDY_SHARE
+
+    @property
+    def held_out_rank(self) -> int:
+        """A number that follows from the prompt alone: equal prompts fall on the same side."""
+        return derive_seed("held out", *self.ids[: self.answer].tolist())
+
+
+def features_path(folder: Path, index: int) -> Path:
+    return folder / f"features-{index:05d}.safetensors"
+
+
+def write_features(
+    target: Target,
+    folder: Path,
+    index: int,
+    piece: Sequence[Conversation],
+    taps: tuple[int, ...],
+    bfloat16: bool = False,
+) -> None:
+    """The features of one piece, written whole or not at all; a file that exists is left alone.
+    ``bfloat16``: products in it, a third of the time for an error of about a hundredth."""
+    path = features_path(folder, index)
+    if path.exists():
+        return
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        passes = [_run(target, part, taps) for part in _parts(piece)]
+    lengths = torch.tensor([0, *(len(one.ids) for one in piece)])
+    tensors = {
+        "ids": torch.tensor([token for one in piece for token in one.ids], dtype=torch.int32),
+        "starts": lengths.cumsum(0),
+        "answers": torch.tensor([len(one.prompt_token_ids) for one in piece]),
+        "best": _cat([best for best, _ in passes], torch.int32),
+    }
+    for tap in taps:
+        values = _cat([tapped[tap] for _, tapped in passes], torch.float32)
+        fits = bool((values.abs() < HALF_MAX).all())
+        tensors[f"tap.{tap}"] = values.to(torch.float16 if fits else torch.bfloat16)
+    draft = path.with_suffix(".new")
+    save_file(tensors, draft, metadata={"target": target.digest})
+    os.replace(draft, path)
+
+
+def _cat(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([*parts]).to(dtype) if parts else torch.zeros(0, dtype=dtype)
+
+
+def _parts(piece: Sequence[Conversation]) -> Iterator[list[Conversation]]:
+    """Consecutive conversations of at most `PASS_TOKENS` together, at least one."""
+    part: list[Conversation] = []
+    for one in piece:
+        if part and sum(len(other.ids) for other in part) + len(one.ids) > PASS_TOKENS:
+            yield part
+            part = []
+        part.append(one)
+    if part:
+        yield part
+
+
+@torch.inference_mode()
+def _run(
+    target: Target, part: Sequence[Conversation], taps: tuple[int, ...]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    output = target.prefill([one.ids for one in part], taps)
+    best = torch.cat(
+        [target.model.compute_logits(rows).argmax(-1) for rows in torch.split(output.hidden, 256)]
+    )
+    return best, {tap: output.taps[tap] for tap in taps}
+
+
+def read_features(folder: Path, index: int, digest: str, taps: Sequence[int]) -> list[Example]:
+    """The examples of one piece. Raises `UsageError` if they are of another target, or broken."""
+    path = features_path(folder, index)
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = (file.metadata() or {}).get("target")
+            if found != digest:
+                raise UsageError(f"{path}: features of another target; remove it")
+            names = ("ids", "starts", "answers", "best", *(f"tap.{tap}" for tap in taps))
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{path}: cannot be used, remove it: {reason}") from None
+    starts: list[int] = tensors["starts"].tolist()
+    answers: list[int] = tensors["answers"].tolist()
+    return [
+        Example(
+            ids=tensors["ids"][start:end].long(),
+            answer=answer,
+            best=tensors["best"][start:end].long(),
+            taps={tap: tensors[f"tap.{tap}"][start:end] for tap in taps},
+        )
+        for start, end, answer in zip(starts, starts[1:], answers, strict=False)
+    ]
+
+
+def split_held_out(
+    examples: Sequence[Example], share: float
+) -> tuple[list[Example], list[Example]]:
+    """(to train on, held out): a share of the *prompts*, by their own hash, at least one."""
+    ranks = sorted({one.held_out_rank for one in examples})
+    if len(ranks) < 2:
+        raise UsageError(f"{len(examples)} conversations are too few to train on and to hold out")
+    last = ranks[max(1, round(share * len(ranks))) - 1]
+    train = [one for one in examples if one.held_out_rank > last]
+    return train, [one for one in examples if one.held_out_rank <= last]
