@@ -26,7 +26,7 @@ PIP    := $(BIN)/python -m pip install --quiet -c constraints-cpu.txt
 
 demo: $(VENV)/.drumline
 	@$(BIN)/drumline fetch $(MODEL)
-	@$(BIN)/drumline generate --model $(MODEL) --chat --prompt "$$PROMPT" --max-tokens 128
+	@$(BIN)/drumline demo --model $(MODEL) --prompt "$$PROMPT"
 
 test: $(VENV)/.drumline-test
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

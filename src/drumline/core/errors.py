@@ -6,7 +6,7 @@
     │   ├── CheckpointError        a model folder or file: missing, truncated, wrong shape
     │   └── RequestError           one request: prompt, sampling parameter, limit
     │       └── PromptTooLong
-    ├── Refused                    a limit holds: a queue is full or the engine is closing (HTTP 503)
+    ├── Refused                    a limit holds: a full queue, a closing engine (HTTP 503)
     └── EngineError                the engine broke; requests in flight end with ``error``
         ├── DeadlineExceeded       a wait ran past its deadline
         └── EngineDead             the process that serves steps is gone

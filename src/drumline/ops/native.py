@@ -159,10 +159,11 @@ class NativeOps(ReferenceOps):
         )
         return out
 
-    def prepare(self, batch: PagedBatch, block_size: int) -> PagedBatch:
+    def prepare(self, batch: PagedBatch, block_size: int) -> PagedBatch:  # type: ignore[override]
         if isinstance(batch, NativeBatch):
             return batch
-        starts, flat = [], []
+        starts: list[int] = []
+        flat: list[int] = []
         for index, block_table in enumerate(batch.block_tables):
             count = batch.query_start[index + 1] - batch.query_start[index]
             starts += [len(flat)] * count
