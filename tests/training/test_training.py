@@ -1,4 +1,4 @@
-"""Training end to end on a miniature target: it learns, goes on bit for bit, and says what it did."""
+"""Training end to end on a miniature target: it learns, goes on bit for bit, tells what it did."""
 
 from __future__ import annotations
 

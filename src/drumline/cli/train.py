@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="DIR",
-        help="folder of conversation pieces; missing ones are made (default: DIR/work/data)",
+        help="folder of conversation pieces; missing ones are made (default: DIR/parts/data)",
     )
     parser.add_argument(
         "--conversations",
@@ -116,7 +116,7 @@ def make_plan(args: argparse.Namespace, vocab_size: int) -> Plan:
     from drumline.training.target import fast_bfloat16
 
     recipe = Recipe(seed=args.seed)
-    data = args.output / "work" / "data" if args.data is None else args.data
+    data = args.output / "parts" / "data" if args.data is None else args.data
     present = piece_indices(data)
     if args.conversations is not None or not present or args.data is None:
         count = -(-(args.conversations or 2048) // recipe.piece_size)

@@ -12,6 +12,7 @@ The head's rows are its own, and start as the verifier's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +51,7 @@ class Eagle3Head(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.taps: tuple[int, ...] = default_taps(config.num_hidden_layers)
         self.fc = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
-        self.layer = Eagle3Layer(config)
-        self.layers = nn.ModuleList([self.layer])
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, draft_vocab_size, bias=False)
 
@@ -70,7 +70,7 @@ class Eagle3Head(nn.Module):
         self, embeddings: Tensor, hidden: Tensor, step: int, memory: Memory
     ) -> tuple[Tensor, Tensor]:
         """One draft step from every position: (hidden state to feed back, what the head reads)."""
-        layer = self.layer
+        layer = cast(Eagle3Layer, self.layers[0])
         joined = torch.cat((layer.input_layernorm(embeddings), layer.hidden_norm(hidden)), -1)
         x = hidden + layer.self_attn(joined, step, memory)
         x = x + layer.mlp(layer.post_attention_layernorm(x))

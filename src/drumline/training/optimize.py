@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,16 +157,3 @@ class Trainer:
                 "step": torch.tensor(float(self.step)),
                 **{moment: tensors[f"{moment}|{name}"].clone() for moment in MOMENTS},
             }
-
-
-def run(
-    trainer: Trainer,
-    tick: Callable[[], None],
-    report: Callable[[int, float, int], None],
-) -> None:
-    """Steps until the schedule's end; ``tick`` is called before each and may raise to stop,
-    ``report(step, loss, tokens)`` after it."""
-    while not trainer.done:
-        tick()
-        loss, tokens = trainer.advance()
-        report(trainer.step, loss, tokens)

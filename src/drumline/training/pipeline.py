@@ -2,10 +2,10 @@
 
     DIR/config.json, model.safetensors, README.md     the head; config.json is written last
     DIR/curve.csv, curve.png                          the learning curve
-    DIR/work/run.json                                 what this run is; another one is refused here
-    DIR/work/data/, features-*.safetensors, checkpoint.safetensors
+    DIR/parts/run.json                                 what this run is; another one is refused here
+    DIR/parts/data/, features-*.safetensors, checkpoint.safetensors
 
-`DIR/work` may be removed once the head is there. Reads conversations and nothing else.
+`DIR/parts` may be removed once the head is there. Reads conversations and nothing else.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Plan:
     held_out_share: float = 0.05
 
     @property
-    def work(self) -> Path:
-        return self.output / "work"
+    def parts(self) -> Path:
+        return self.output / "parts"
 
     def identity(self, target: Target) -> dict[str, Any]:
         """What must be equal for a run to go on."""
@@ -119,11 +119,11 @@ def begin(plan: Plan, target: Target) -> None:
     if plan.method not in METHODS:
         raise ConfigError("method", plan.method, f"expected one of {', '.join(METHODS)}")
     try:
-        plan.work.mkdir(parents=True, exist_ok=True)
+        plan.parts.mkdir(parents=True, exist_ok=True)
         plan.data.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{error.filename}: not a folder to write to: {error.strerror}") from None
-    path = plan.work / "run.json"
+    path = plan.parts / "run.json"
     identity = json.loads(json.dumps(plan.identity(target)))
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -156,18 +156,18 @@ def make_features(plan: Plan, target: Target, progress: Progress) -> list[Exampl
     """Features of every piece, made where they are missing, read from their files."""
     config = target.config
     taps = taps_of(plan.method, config.num_hidden_layers)
-    missing = [i for i in plan.pieces if not features_path(plan.work, i).exists()]
+    missing = [i for i in plan.pieces if not features_path(plan.parts, i).exists()]
     total = len(plan.pieces)
     if missing:
         with progress.stage("features, in pieces", total, total - len(missing)) as stage:
             for done, index in enumerate(missing, total - len(missing)):
                 progress.tick()
                 piece = read_piece(plan.data, index, config.vocab_size)
-                write_features(target, plan.work, index, piece, taps, plan.settings.bfloat16)
+                write_features(target, plan.parts, index, piece, taps, plan.settings.bfloat16)
                 stage.at(done + 1)
     found: list[Example] = []
     for index in plan.pieces:
-        found += read_features(plan.work, index, target.digest, taps)
+        found += read_features(plan.parts, index, target.digest, taps)
     # A chain needs one answer token to start from and one to draft.
     return [one for one in found if one.length - one.answer >= 2]
 
@@ -184,13 +184,22 @@ def prepare(
         specials = (*config.eos_token_ids, *sorted(target.tokenizer.special_ids))
         vocabulary = choose_vocabulary(train_on, config.vocab_size, plan.draft_vocab_size, specials)
     verifier = Verifier.of(target, vocabulary)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(plan.settings.seed % 2**63)
-        module = MTPHead(config) if plan.method == "mtp" else Eagle3Head(config, vocabulary.size)
+    module = build_head(plan.method, target, vocabulary, plan.settings.seed)
     module.start_from(target, verifier.rows)
     trainer = Trainer(module, module, verifier, train_on, plan.settings)
-    trainer.restore(plan.work, run_digest(plan, target))
+    trainer.restore(plan.parts, run_digest(plan, target))
     return held_out, vocabulary, trainer, module
+
+
+def build_head(
+    method: str, target: Target, vocabulary: DraftVocabulary, seed: int
+) -> MTPHead | Eagle3Head:
+    """A head with chance weights from ``seed``; no other generator is touched."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed % 2**63)
+        if method == "mtp":
+            return MTPHead(target.config)
+        return Eagle3Head(target.config, vocabulary.size)
 
 
 def run_digest(plan: Plan, target: Target) -> str:
@@ -224,7 +233,7 @@ def optimize(
         loss = sum(losses) / max(1, len(losses))
         points.append(Point(trainer.step, tokens, round(seconds, 1), rate, loss, length))
         losses.clear()
-        trainer.save(plan.work, digest)
+        trainer.save(plan.parts, digest)
         write_curve(csv, points)
 
     with progress.stage("training, in batches", total, trainer.step) as stage:
