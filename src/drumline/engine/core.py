@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -111,7 +111,9 @@ class EngineCore:
         drafter = None
         if config.speculation is not None:
             drafter = drafter_facts(config.speculation, checkpoint)
-        resolved = resolve(config, model_facts(checkpoint), read_machine(), drafter)
+        machine = read_machine()
+        native = machine.native_ops and config.runtime.ops_backend != "reference"
+        resolved = resolve(config, model_facts(checkpoint, native), machine, drafter)
         tokenizer = with_template(checkpoint.tokenizer(), config)
         worker = load_worker(resolved, checkpoint)
         token_seconds = warm_up(worker)
@@ -182,6 +184,7 @@ class EngineCore:
                 stats = self._replica.step()
             except EngineError as error:
                 self._broken = str(error)
+                self._deltas = [self._with_reason(delta) for delta in self._deltas]
                 raise
         if stats is not None:
             self.counters.steps += 1
@@ -189,6 +192,12 @@ class EngineCore:
             if self._decoding:
                 self.counters.decode_seconds += stats.seconds
         return self.take_deltas()
+
+    def _with_reason(self, delta: OutputDelta) -> OutputDelta:
+        """The end of a request that went down with the engine says what broke it."""
+        if delta.finish_reason is FinishReason.ERROR and delta.error is None:
+            return replace(delta, error=self._broken)
+        return delta
 
     def take_deltas(self) -> list[OutputDelta]:
         deltas, self._deltas = self._deltas, []
@@ -239,7 +248,6 @@ class EngineCore:
             self._judge.forget(number)
             self.worker.end(number)
             del self._live[number], self._requests[number]
-        broke = event.finish_reason is FinishReason.ERROR
         return OutputDelta(
             number=number,
             text=text,
@@ -249,7 +257,7 @@ class EngineCore:
             finish_reason=event.finish_reason,
             stop_reason=event.stop_reason,
             cached_token_count=event.cached_token_count,
-            error=(event.error or self._broken or "the engine broke") if broke else None,
+            error=event.error,
             speculation=event.speculation,
         )
 
@@ -272,11 +280,14 @@ def _draft_length(resolved: Resolved, worker: Worker) -> DraftLength:
     return make_draft_length(speculation, costs)
 
 
-def model_facts(checkpoint: Checkpoint) -> ModelFacts:
-    """What `resolve` must know of a checkpoint; weights count as the reference ops hold them."""
+def model_facts(checkpoint: Checkpoint, native: bool = False) -> ModelFacts:
+    """What `resolve` must know of a checkpoint; weights count as the backend will hold them: the
+    reference ops in float32, the native ones about as they are stored."""
     config = checkpoint.config
     scaling = config.rope_scaling
-    numbers = sum(math.prod(weight.shape) for weight in checkpoint.tensors.values())
+    weights = checkpoint.tensors.values()
+    dense = sum(4 * math.prod(weight.shape) for weight in weights)
+    stored = sum(weight.nbytes for weight in weights)
     return ModelFacts(
         model_type=config.model_type,
         max_position_embeddings=config.max_position_embeddings,
@@ -287,5 +298,5 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
         rope_type="default" if scaling is None else scaling.kind,
         rope_factor=1.0 if scaling is None else scaling.factor,
         original_max_position_embeddings=None if scaling is None else scaling.original_length,
-        weight_bytes=4 * numbers,
+        weight_bytes=stored if native else dense,
     )

@@ -8,14 +8,12 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from drumline.config import EngineConfig
 from drumline.core.errors import ConfigError, EngineError, Refused, RequestError
 from drumline.core.params import SamplingParams
-from drumline.core.request import FinishReason
 from drumline.engine.core import EngineCore
 from drumline.engine.facts import make_intake
 from drumline.engine.intake import Prompt, Submission
@@ -158,11 +156,9 @@ class LLM:
                 owner |= {request.number: index for request in submission.requests}
             try:
                 deltas = self.core.step()
-            except EngineError as error:
+            except EngineError:
                 for delta in self.core.take_deltas():
-                    broke = delta.finish_reason is FinishReason.ERROR
-                    last = replace(delta, error=str(error)) if broke else delta
-                    yield owner[delta.number], last
+                    yield owner[delta.number], delta
                 raise
             for delta in deltas:
                 yield owner[delta.number], delta
