@@ -2,6 +2,8 @@
 # make test    set up, run all tests
 # make lint    ruff, mypy, the import law
 # make bench   the measurements that the documentation states
+# make matrix  every drafter in every circumstance, bit for bit (docs/matrix.md); goes on where it
+#              stopped, MATRIX_ARGS="--minutes 20" stops it
 #
 # Nothing outside .venv and the model cache is touched. A second call does no set-up work.
 
@@ -21,7 +23,7 @@ BIN    := $(VENV)/bin
 INPUTS := pyproject.toml constraints-cpu.txt CMakeLists.txt $(wildcard native/*)
 PIP    := $(BIN)/python -m pip install --quiet -c constraints-cpu.txt
 
-.PHONY: demo test lint bench install clean
+.PHONY: demo test lint bench matrix install clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.drumline
@@ -39,6 +41,9 @@ lint: $(VENV)/.drumline-test
 
 bench: $(VENV)/.drumline
 	@$(BIN)/drumline bench latency --model $(MODEL)
+
+matrix: $(VENV)/.drumline-test
+	@PYTHONPATH=tests $(BIN)/python tests/matrix.py $(MATRIX_ARGS)
 
 install: $(VENV)/.drumline
 

@@ -6,6 +6,7 @@ written beside it once.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,13 @@ def _smaller(target: Path, folder: Path, seed: int) -> None:
     write_tiny("llama", folder, seed, vocab=vocab, hidden=16, layers=1)
 
 
+def _hidden_states(target: Path) -> dict[str, Any]:
+    folder = tempfile.mkdtemp(
+        dir=target.parent, prefix="hidden-"
+    )  # files of others are not its own
+    return {"method": "extract_hidden_states", "hidden_states_dir": folder}
+
+
 KNOWN = [
     Method("oracle", _testing("Oracle")),
     Method("liar", _testing("Liar")),
@@ -78,7 +86,9 @@ NEURAL = [
     Method("eagle", _written("eagle", write_eagle)),
     Method("eagle3", _written("eagle3", write_eagle3, draft_vocab=64)),
     Method("mtp", _written("mtp", write_mtp)),
-    Method("dflash", _written("dflash", write_dflash, block_size=7), k_max=6),
+    Method("dflash", _written("dflash", write_dflash, block_size=9), k_max=8),
     Method("medusa", _written("medusa", write_medusa, heads=8)),
 ]
+# Drafts nothing: in no list of drafters, but its requests give the same bits as any other's.
+WRITING = Method("extract_hidden_states", _hidden_states, k_max=1)
 METHODS = {method.name: method for method in [*KNOWN, *HOST, *NEURAL]}

@@ -30,9 +30,9 @@ Job = tuple[tuple[int, ...], SamplingParams]
 Signature = tuple[Any, ...]
 
 
-def jobs(sampled: bool, mixed: bool = False) -> list[Job]:
-    """Eight requests: shared prefixes, repetition, one that ends at max_model_len; with ``mixed``
-    each with a draft length of its own."""
+def jobs(sampled: bool, longest: int | None = None) -> list[Job]:
+    """Eight requests: shared prefixes, repetition, one that ends at max_model_len; with
+    ``longest``, the engine's, they have draft lengths of their own, from 0 up to that."""
     draw = random.Random(11)
     shared = tuple(draw.randrange(5, VOCAB) for _ in range(12))
     found = []
@@ -56,8 +56,9 @@ def jobs(sampled: bool, mixed: bool = False) -> list[Job]:
             given |= {"presence_penalty": 0.5, "logit_bias": {40: 2.0}, "bad_words": ("th",)}
         if index == 7:
             given |= {"prompt_logprobs": 1, "min_p": 0.01, "top_k": 40}
-        if mixed:
-            given["num_speculative_tokens"] = [None, 0, 1, 2, None, 1, None, 0][index]
+        if longest is not None:
+            own = [None, 0, 1, 2, longest, 1, None, 0][index]
+            given["num_speculative_tokens"] = own if own is None else min(own, longest)
         found.append((prompt, SamplingParams.from_mapping(given)))
     return found
 

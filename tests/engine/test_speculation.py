@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 
 from drafting.methods import METHODS
-from drafting.world import LENGTH, VOCAB, Signature, jobs, run, truth
+from drafting.world import VOCAB, truth
+from engine.circumstances import CHUNKS, DRAFT_LENGTHS, K, Truth, check
 from engine.covering import covering_array
 
 TinyPath = Callable[..., Path]
 
 FACTORS: dict[str, list[Any]] = {
     "method": list(METHODS),
-    "k": [1, 3, 5, 8],
-    "draft_length": ["static", "table", "adaptive"],
+    "k": list(K),
+    "draft_length": list(DRAFT_LENGTHS),
     "sampled": [False, True],
     "caching": [True, False],
-    "chunk": [5, 256],
+    "chunk": list(CHUNKS),
     "preempt": [False, True],
     "padded": [True, False],
     "mixed": [False, True],
@@ -35,7 +36,7 @@ def target(tiny_path: TinyPath) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(target: Path) -> dict[bool, list[Signature]]:
+def alone(target: Path) -> Truth:
     return {sampled: truth(target, sampled) for sampled in (False, True)}
 
 
@@ -46,7 +47,7 @@ def test_the_array_is_small_and_meets_every_pair() -> None:
         assert met == set(itertools.product(FACTORS[one], FACTORS[other]))
 
 
-def test_the_batch_is_worth_comparing(alone: dict[bool, list[Signature]]) -> None:
+def test_the_batch_is_worth_comparing(alone: Truth) -> None:
     assert sum(len(tokens) for tokens, *_ in alone[True]) > 90
     assert all(greedy[0] != sampled[0] for greedy, sampled in zip(*alone.values(), strict=True))
     assert max(len(set(tokens)) for tokens, *_ in alone[False]) > 8
@@ -57,29 +58,5 @@ def _id(case: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=_id)
-def test_same_bits(target: Path, alone: dict[bool, list[Signature]], case: dict[str, Any]) -> None:
-    method = METHODS[case["method"]]
-    k = min(case["k"], method.k_max)
-    settings: dict[str, Any] = {
-        "max_num_batched_tokens": case["chunk"],
-        "max_num_seqs": min(8, case["chunk"]),
-        "enable_prefix_caching": case["caching"],
-        "disable_padded_drafter_batch": not case["padded"],
-        "draft_length": case["draft_length"],
-        "rounds": 2 if case["caching"] else 1,
-    }
-    if case["draft_length"] == "table":
-        table = [[1, 2, k], [3, 4, 0], [5, 6, max(1, k - 2)], [7, 8, k]]
-        settings["num_speculative_tokens_per_batch_size"] = table
-    if case["preempt"]:
-        settings["cache_tokens"] = LENGTH
-    llm, found = run(target, method, k, jobs(case["sampled"], case["mixed"] and k > 1), **settings)
-    assert found == alone[case["sampled"]]
-    speculator = llm.core.worker.speculator
-    assert speculator is not None
-    assert speculator.failure_count == 0
-    if case["preempt"] and case["chunk"] == 256:  # few at a time need few blocks
-        assert llm.core.counters.preemptions > 0
-    if case["method"] in ("oracle", "brittle"):
-        stats = llm.core.speculation
-        assert stats.accepted >= 0.6 * stats.drafted > 0, stats  # stops and limits cut the rest
+def test_same_bits(target: Path, alone: Truth, case: dict[str, Any]) -> None:
+    check(target, alone, METHODS[case["method"]], case)
