@@ -112,7 +112,7 @@ def serve(llm: LLM, batch: Sequence[Job]) -> list[tuple[int, ...]]:
 def check_passes(target: Path, method: Method, k: int, padded: bool) -> None:
     """Every call's ledger against the script; then a dummy for each script that was seen."""
     llm, ear, watch = start(target, method, k, padded, max_num_batched_tokens=24, max_num_seqs=4)
-    serve(llm, jobs(False, mixed=k > 1))
+    serve(llm, jobs(False, longest=k))
     traits = ear.traits
     scripts: dict[tuple[int, tuple[int, ...]], None] = {}
     assert len(ear.heard) == len(watch.steps)
