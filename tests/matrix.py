@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
 import torch
 
 import drumline
-from drafting.methods import METHODS, WRITING, Method
+from drafting.methods import ITSELF, METHODS, WRITING, Method
 from drafting.world import VOCAB, truth
 from drumline.engine.llm import LLM
 from drumline.models.tiny import write_tiny
@@ -48,7 +48,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "chunk": CHUNKS,
     "preempt": (False, True),
 }
-METHODS_HERE = {**METHODS, WRITING.name: WRITING}
+METHODS_HERE = {**METHODS, ITSELF.name: ITSELF, WRITING.name: WRITING}
 Case = dict[str, Any]
 
 
@@ -207,7 +207,7 @@ TAIL = """
 *Preempted in*: combinations in which requests were in fact preempted. Half of them are short of
 memory; with a budget of 5 tokens few requests run at a time. Drafted and accepted are sums and show
 that there was something to verify; they are no measure of a method, since the draft models are as
-random as their target. Of the drafters for tests `oracle` and `brittle` know the target's output
+random as their target; *draft_model itself* has the target as its own draft. Of the drafters for tests `oracle` and `brittle` know the target's output
 (and `brittle` fails the run if it is asked for a position outside its range), `liar` is always
 wrong, `scripted` is right about the first few drafts of a step, `random` now and then.
 """
@@ -259,7 +259,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         backend = run_all(results, Path(folder), deadline)
     equal, wanted = write_page(arguments.page, results, code, backend)
-    print(f"matrix: {equal} of {wanted} combinations are equal; {arguments.page}")
+    print(f"matrix: {equal} of {wanted} combinations are equal")
     return 0 if equal == wanted else 1
 
 

@@ -89,6 +89,8 @@ NEURAL = [
     Method("dflash", _written("dflash", write_dflash, block_size=9), k_max=8),
     Method("medusa", _written("medusa", write_medusa, heads=8)),
 ]
+# Whatever the target says, it said before: long runs are accepted.
+ITSELF = Method("draft_model itself", lambda target: {"model": str(target)})
 # Drafts nothing: in no list of drafters, but its requests give the same bits as any other's.
 WRITING = Method("extract_hidden_states", _hidden_states, k_max=1)
 METHODS = {method.name: method for method in [*KNOWN, *HOST, *NEURAL]}
