@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,15 +109,22 @@ class Results:
         self.path = path
         self.done: dict[str, dict[str, Any]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        if lines and json.loads(lines[0]) == {"code": code.digest}:
-            for line in lines[1:]:
-                entry = json.loads(line)
+        old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = [json.dumps({"code": code.digest})]
+        if old and old[0] == lines[0]:
+            for line in old[1:]:
+                try:
+                    entry = json.loads(line)
+                except ValueError:  # a run ended in the middle of it
+                    continue
                 self.done[entry["name"]] = entry
-            return
-        if lines:
+                lines.append(line)
+        elif old:
             print(f"{path} is about other code: starting afresh")
-        path.write_text(json.dumps({"code": code.digest}) + "\n", encoding="utf-8")
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def of(self, method: Method) -> list[dict[str, Any]]:
+        return [entry for entry in self.done.values() if entry["method"] == method.name]
 
     def add(self, entry: dict[str, Any]) -> None:
         self.done[entry["name"]] = entry
@@ -200,6 +208,7 @@ speculation. Written by `make matrix`; the models are seeded miniatures.
     memory          enough; so little that requests are preempted
 
 """
+SUMS = ("steps", "tokens", "drafted", "accepted")  # columns
 TABLE = """| method | equal | preempted in | steps | tokens | drafted | accepted |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: |
 """
@@ -207,41 +216,38 @@ TAIL = """
 *Preempted in*: combinations in which requests were in fact preempted. Half of them are short of
 memory; with a budget of 5 tokens few requests run at a time. Drafted and accepted are sums and show
 that there was something to verify; they are no measure of a method, since the draft models are as
-random as their target; *draft_model itself* has the target as its own draft. Of the drafters for tests `oracle` and `brittle` know the target's output
-(and `brittle` fails the run if it is asked for a position outside its range), `liar` is always
-wrong, `scripted` is right about the first few drafts of a step, `random` now and then.
+random as their target (*draft_model itself* has the target as its own draft). Of the drafters for
+tests `oracle` and `brittle` know the target's output, and `brittle` fails the run if it is asked
+for a position outside its range; `liar` is always wrong, `scripted` is right about the first few
+drafts of a step, `random` now and then.
 """
 
 
 def write_page(page: Path, results: Results, code: Code, backend: str) -> tuple[int, int]:
     """Writes the page; gives (equal, wanted)."""
-    rows, equal, wanted, reasons, failures = [], 0, 0, {}, []  # type: ignore[var-annotated]
+    rows: list[str] = []
+    barred: Counter[str] = Counter()
+    equal = wanted = 0
     for method in METHODS_HERE.values():
-        cases = [case for other, case in combinations() if other is method]
-        barred = [reason for case in cases if (reason := excluded(method, case)) is not None]
-        for reason in barred:
-            reasons[method.name, reason] = reasons.get((method.name, reason), 0) + 1
-        entries = [one for one in results.done.values() if one["method"] == method.name]
-        good = [one for one in entries if one["problem"] is None]
-        failures += [one for one in entries if one["problem"] is not None]
-        equal, wanted = equal + len(good), wanted + len(cases) - len(barred)
-        sums = (
-            f"{sum(one[key] for one in good):,}"
-            for key in ("steps", "tokens", "drafted", "accepted")
-        )
+        reasons = [excluded(method, case) for other, case in combinations() if other is method]
+        barred.update(f"{method.name}, {reason}" for reason in reasons if reason is not None)
+        good = [one for one in results.of(method) if one["problem"] is None]
+        asked = reasons.count(None)
+        equal, wanted = equal + len(good), wanted + asked
         preempted = sum(one["preemptions"] > 0 for one in good)
-        share = f"{len(good)} of {len(cases) - len(barred)}"
-        rows.append(f"| {method.name} | {share} | {preempted} | {' | '.join(sums)} |\n")
-    text = HEAD + f"**{equal:,} of {wanted:,} combinations are equal, {len(failures)} differ"
-    text += f", {wanted - equal - len(failures):,} were not run.**\n"
+        sums = [sum(one[key] for one in good) for key in SUMS]
+        cells = [method.name, f"{len(good)} of {asked}", str(preempted), *map("{:,}".format, sums)]
+        rows.append(f"| {' | '.join(cells)} |\n")
+    failed = [one for one in results.done.values() if one["problem"] is not None]
+    text = HEAD + f"**{equal:,} of {wanted:,} combinations are equal, {len(failed)} differ"
+    text += f", {wanted - equal - len(failed):,} were not run.**\n"
     text += f"Code: commit {code.commit}. Operations: {backend}, one thread.\n\n"
     text += TABLE + "".join(rows) + TAIL
-    if reasons:
-        text += "\nCombinations that a method cannot have, each refused by the configuration:\n\n"
-        text += "".join(f"- {name}, {reason} ({n})\n" for (name, reason), n in reasons.items())
-    if failures:
+    text += "\nCombinations that a method cannot have, each refused by the configuration:\n\n"
+    text += "".join(f"- {reason} ({count})\n" for reason, count in barred.items())
+    if failed:
         text += "\n## What differs\n\n"
-        text += "".join(f"- `{one['name']}`: {one['problem']}\n" for one in failures)
+        text += "".join(f"- `{one['name']}`: {one['problem']}\n" for one in failed)
     page.write_text(text, encoding="utf-8")
     return equal, wanted
 
