@@ -28,7 +28,7 @@ VERBS = {
     "chat": "talk with a model in the terminal",
     "serve": "OpenAI-compatible server",
     "demo": "the same answer without and with speculation, and how much sooner",
-    "bench": "measure: latency, throughput",
+    "bench": "measure: latency, throughput, acceptance of drafts",
     "train": "make a drafter for a model, from the model's own text",
     "fetch": "bring a model into the cache",
     "tiny": "write a seeded miniature checkpoint, for tests and bug reports",

@@ -88,7 +88,7 @@ REFUSED: dict[str, str] = {
     "elastic_ep_max_dp_size": _EXPERTS,
     "moe_backend": _EXPERTS,
     # speculation
-    "per_request_spec_decode_metrics": "every output reports its own speculation",
+    "per_request_spec_decode_metrics": "LLM and generate --json report each output's speculation",
     # server
     "uds": _TLS,
     "ssl_keyfile": _TLS,

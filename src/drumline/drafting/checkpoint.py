@@ -118,7 +118,7 @@ def draft_folder(speculative: SpeculativeConfig) -> Path:
     CheckpointError if it is no folder."""
     if speculative.model is None:
         problem = f"{speculative.method} needs the folder or hub name of a draft checkpoint"
-        raise ConfigError("model", None, problem)
+        raise ConfigError("speculative_config.model", None, problem)
     path = resolve_model(speculative.model, speculative.revision)
     if not path.is_dir():
         raise CheckpointError(path, "a draft checkpoint is a folder with config.json")

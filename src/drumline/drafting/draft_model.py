@@ -191,7 +191,7 @@ def load(context: DrafterContext) -> DraftModelDrafter:
 def _open(speculative: SpeculativeConfig) -> Checkpoint:
     if speculative.model is None:
         raise ConfigError("speculative_config.model", None, "draft_model needs a checkpoint")
-    return open_checkpoint(resolve_model(speculative.model))
+    return open_checkpoint(resolve_model(speculative.model, speculative.revision))
 
 
 def _positions(config: ArchitectureConfig, speculative: SpeculativeConfig) -> int:

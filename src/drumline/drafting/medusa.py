@@ -211,5 +211,5 @@ def load(context: DrafterContext) -> Drafter:
     assert wanted is not None, "resolve gives every method a draft length"
     if wanted > draft.heads:
         problem = f"the checkpoint has {draft.heads} heads, each drafts one token"
-        raise ConfigError("num_speculative_tokens", wanted, problem)
+        raise ConfigError("speculative_config.num_speculative_tokens", wanted, problem)
     return MedusaDrafter(draft, context, context.make_draft_sampler(draft.sharpening))

@@ -136,7 +136,7 @@ def read(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> MtpDraft:
     shipped = shipped_head(target, str(checkpoint.path))
     if shipped is None:
         raise ConfigError(
-            "model",
+            "speculative_config.model",
             None,
             f"{checkpoint.path.name} has no next-token module of its own and none is shipped "
             "for it; mtp needs the folder of a trained one",
