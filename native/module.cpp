@@ -17,6 +17,12 @@ const std::int64_t* integers(std::uintptr_t address) {
     return reinterpret_cast<const std::int64_t*>(address);
 }
 
+drumline::KVType kv_type_by_name(const std::string& name) {
+    return name == "float16"    ? drumline::KVType::f16
+           : name == "bfloat16" ? drumline::KVType::bf16
+                                : drumline::KVType::f32;
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -96,9 +102,7 @@ NB_MODULE(_native, module) {
         job.value_stride = value_stride;
         job.keys = reinterpret_cast<void*>(keys);
         job.values = reinterpret_cast<void*>(values);
-        job.kv_type = kv_type == "float16"    ? drumline::KVType::f16
-                      : kv_type == "bfloat16" ? drumline::KVType::bf16
-                                              : drumline::KVType::f32;
+        job.kv_type = kv_type_by_name(kv_type);
         job.positions = integers(positions);
         job.slots = integers(slots);
         job.tables = integers(tables);
@@ -114,5 +118,25 @@ NB_MODULE(_native, module) {
         const drumline::Path chosen = drumline::path_by_name(path);
         const nb::gil_scoped_release unlocked;
         drumline::attention(job, threads, chosen);
+    });
+    module.def("write_kv", [](std::uintptr_t key, std::uintptr_t value, std::int64_t key_stride,
+                              std::int64_t value_stride, std::uintptr_t keys, std::uintptr_t values,
+                              const std::string& kv_type, std::uintptr_t slots, std::int64_t tokens,
+                              std::int64_t kv_heads, std::int64_t head_dim, std::int64_t block_size,
+                              const std::string& path) {
+        drumline::AttentionJob job;
+        job.key = floats(key);
+        job.value = floats(value);
+        job.key_stride = key_stride;
+        job.value_stride = value_stride;
+        job.keys = reinterpret_cast<void*>(keys);
+        job.values = reinterpret_cast<void*>(values);
+        job.kv_type = kv_type_by_name(kv_type);
+        job.slots = integers(slots);
+        job.tokens = tokens;
+        job.kv_heads = kv_heads;
+        job.head_dim = head_dim;
+        job.block_size = block_size;
+        drumline::write_kv(job, drumline::path_by_name(path));
     });
 }

@@ -78,94 +78,59 @@ DRUMLINE_INLINE void rope_rows(const float* x, std::int64_t tokens, std::int64_t
     }
 }
 
-DRUMLINE_INLINE float dot(const float* a, const float* b, std::int64_t width) {
-    v8f total = splat(0.0F);
-    std::int64_t i = 0;
-    for (; i + lanes <= width; i += lanes) {
-        total = total + load8(a + i) * load8(b + i);
-    }
-    float sum = sum8(total);
-    for (; i < width; ++i) {
-        sum = sum + a[i] * b[i];
-    }
-    return sum;
-}
-
-DRUMLINE_INLINE void add_scaled(float* to, const float* from, float weight, std::int64_t width) {
-    std::int64_t i = 0;
-    for (; i + lanes <= width; i += lanes) {
-        store8(to + i, load8(to + i) + splat(weight) * load8(from + i));
-    }
-    for (; i < width; ++i) {
-        to[i] = to[i] + weight * from[i];
-    }
-}
-
 // How keys and values are stored. Reads are exact; writes round once, to nearest even, and keep
 // finite numbers only: blocks go from one request to the next, and 0 * infinity is no 0.
-struct F32Cell {
-    using type = float;
-    static DRUMLINE_INLINE float finite(float value) {
-        const float most = std::numeric_limits<float>::max();
-        return value == value ? std::min(std::max(value, -most), most) : 0.0F;
-    }
-    static DRUMLINE_INLINE type pack(float value) { return finite(value); }
-    static DRUMLINE_INLINE const float* row(const type* from, std::int64_t, float*) { return from; }
-};
-
-struct F16Cell {
-    using type = _Float16;
-    static DRUMLINE_INLINE type pack(float value) {
-        const float most = 65504.0F;
-        return static_cast<type>(std::min(std::max(F32Cell::finite(value), -most), most));
-    }
-    static DRUMLINE_INLINE const float* row(const type* from, std::int64_t width, float* buffer) {
-        for (std::int64_t i = 0; i < width; ++i) {
-            buffer[i] = static_cast<float>(from[i]);
-        }
-        return buffer;
-    }
-};
-
-struct BF16Cell {
-    using type = std::uint16_t;
-    static DRUMLINE_INLINE type pack(float value) {
-        const float bounded = F32Cell::finite(value);
-        std::uint32_t bits = 0;
-        std::memcpy(&bits, &bounded, sizeof bits);
-        const std::uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
-        // Rounding up may have reached infinity: the largest finite number instead.
-        return static_cast<type>((rounded & 0x7FFFU) == 0x7F80U ? rounded - 1 : rounded);
-    }
-    static DRUMLINE_INLINE const float* row(const type* from, std::int64_t width, float* buffer) {
-        for (std::int64_t i = 0; i < width; ++i) {
-            const std::uint32_t bits = static_cast<std::uint32_t>(from[i]) << 16;
-            std::memcpy(buffer + i, &bits, sizeof bits);
-        }
-        return buffer;
-    }
-};
-
-struct Scratch {
-    std::vector<float> scores;  // [group, keys]
-    std::vector<float> row;     // [head_dim]
-};
-
-// Where the key or value of a position lies in one layer's cache, in numbers.
-DRUMLINE_INLINE std::int64_t cell(const AttentionJob& job, const std::int64_t* table,
-                                  std::int64_t kv_head, std::int64_t position) {
-    const std::int64_t block = table[position / job.block_size];
-    const std::int64_t line = (block * job.kv_heads + kv_head) * job.block_size;
-    return (line + position % job.block_size) * job.head_dim;
+DRUMLINE_INLINE float finite(float value) {
+    const float most = std::numeric_limits<float>::max();
+    return value == value ? std::min(std::max(value, -most), most) : 0.0F;
 }
 
-// In place over count scores, of which the rest up to padded is filled up: softmax.
-DRUMLINE_INLINE void softmax(float* row, std::int64_t count, std::int64_t padded) {
-    float peak = row[0];
-    for (std::int64_t k = 1; k < count; ++k) {
-        peak = row[k] > peak ? row[k] : peak;
+DRUMLINE_INLINE void pack(float* to, float value) { *to = finite(value); }
+
+DRUMLINE_INLINE void pack(_Float16* to, float value) {
+    const float most = 65504.0F;
+    *to = static_cast<_Float16>(std::min(std::max(finite(value), -most), most));
+}
+
+DRUMLINE_INLINE void pack(std::uint16_t* to, float value) {
+    const float bounded = finite(value);
+    std::uint32_t bits = 0;
+    std::memcpy(&bits, &bounded, sizeof bits);
+    const std::uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
+    // Rounding up may have reached infinity: the largest finite number instead.
+    *to = static_cast<std::uint16_t>((rounded & 0x7FFFU) == 0x7F80U ? rounded - 1 : rounded);
+}
+
+template <typename Cell>
+DRUMLINE_INLINE void write(const AttentionJob& job) {
+    auto* keys = static_cast<Cell*>(job.keys);
+    auto* values = static_cast<Cell*>(job.values);
+    const std::int64_t dim = job.head_dim, size = job.block_size;
+    for (std::int64_t t = 0; t < job.tokens; ++t) {
+        const std::int64_t slot = job.slots[t];
+        for (std::int64_t h = 0; slot >= 0 && h < job.kv_heads; ++h) {
+            const std::int64_t line = (slot / size * job.kv_heads + h) * size * dim;
+            const float* key = job.key + t * job.key_stride + h * dim;
+            const float* value = job.value + t * job.value_stride + h * dim;
+            for (std::int64_t i = 0; i < dim; ++i) {
+                pack(keys + line + i * size + slot % size, key[i]);
+                pack(values + line + slot % size * dim + i, value[i]);
+            }
+        }
     }
-    std::fill(row + count, row + padded, -std::numeric_limits<float>::infinity());
+}
+
+// In place over `padded` scores, some of them -infinity: softmax.
+DRUMLINE_INLINE void softmax(float* row, std::int64_t padded) {
+    v8f peaks = load8(row);
+    for (std::int64_t k = lanes; k < padded; k += lanes) {
+        const v8f part = load8(row + k);
+        peaks = part > peaks ? part : peaks;
+    }
+    float peak = peaks[0];
+    for (int lane = 1; lane < lanes; ++lane) {
+        peak = peaks[lane] > peak ? peaks[lane] : peak;
+    }
     v8f totals = splat(0.0F);
     for (std::int64_t k = 0; k < padded; k += lanes) {
         const v8f weight = exp8(load8(row + k) - splat(peak));
@@ -178,88 +143,210 @@ DRUMLINE_INLINE void softmax(float* row, std::int64_t count, std::int64_t padded
     }
 }
 
-// One token and one key/value head: the query heads that share it, over all keys.
-template <typename Cell>
-DRUMLINE_INLINE void attend(const AttentionJob& job, std::int64_t token, std::int64_t kv_head,
-                            Scratch& scratch) {
-    const auto* keys = static_cast<const typename Cell::type*>(job.keys);
-    const auto* values = static_cast<const typename Cell::type*>(job.values);
-    const std::int64_t group = job.heads / job.kv_heads, dim = job.head_dim;
-    const std::int64_t last = job.positions[token];
-    const std::int64_t first = std::min(job.first_key, last);
-    const std::int64_t count = last + 1 - first;
-    const std::int64_t padded = (count + lanes - 1) / lanes * lanes;
-    scratch.scores.resize(static_cast<std::size_t>(group * padded));
-    scratch.row.resize(static_cast<std::size_t>(dim));
-    float* scores = scratch.scores.data();
-    const std::int64_t* table = job.tables + job.table_start[token];
-    const float* query = job.query + (token * job.heads + kv_head * group) * dim;
-    float* out = job.out + (token * job.heads + kv_head * group) * dim;
+// The keys one query head may see: whole blocks from `begin`, of which positions first .. last
+// count.
+struct Span {
+    std::int64_t begin, first, last, padded;
+};
 
-    for (std::int64_t k = 0; k < count; ++k) {
-        const float* key =
-            Cell::row(keys + cell(job, table, kv_head, first + k), dim, scratch.row.data());
-        for (std::int64_t g = 0; g < group; ++g) {
-            scores[g * padded + k] = job.scale * dot(query + g * dim, key, dim);
+// Scores of H query heads with V * 8 neighbouring keys of one block.
+template <int H, int V, typename Cell>
+DRUMLINE_INLINE void score_lanes(const AttentionJob& job, const Cell* keys, const float* query,
+                                 const Span& span, float* row) {
+    const std::int64_t dim = job.head_dim, size = job.block_size;
+    v8f total[H][V];
+    for (int h = 0; h < H; ++h) {
+        for (int v = 0; v < V; ++v) {
+            total[h][v] = splat(0.0F);
         }
     }
-    for (std::int64_t g = 0; g < group; ++g) {
-        softmax(scores + g * padded, count, padded);
+    for (std::int64_t i = 0; i < dim; ++i) {
+        v8f key[V];
+        for (int v = 0; v < V; ++v) {
+            key[v] = load8(keys + i * size + v * lanes);
+        }
+        for (int h = 0; h < H; ++h) {
+            const v8f channel = splat(query[h * dim + i]);
+            for (int v = 0; v < V; ++v) {
+                total[h][v] = total[h][v] + channel * key[v];
+            }
+        }
     }
-    std::fill(out, out + group * dim, 0.0F);
-    for (std::int64_t k = 0; k < count; ++k) {
-        const float* value =
-            Cell::row(values + cell(job, table, kv_head, first + k), dim, scratch.row.data());
-        for (std::int64_t g = 0; g < group; ++g) {
-            add_scaled(out + g * dim, value, scores[g * padded + k], dim);
+    for (int h = 0; h < H; ++h) {
+        for (int v = 0; v < V; ++v) {
+            store8(row + h * span.padded + v * lanes, total[h][v] * splat(job.scale));
         }
     }
 }
 
-template <typename Cell>
-DRUMLINE_INLINE void write(const AttentionJob& job) {
-    auto* keys = static_cast<typename Cell::type*>(job.keys);
-    auto* values = static_cast<typename Cell::type*>(job.values);
+// Scores of H query heads with all keys of the span; channels are added in ascending order in a
+// vector lane as in the scalar rest, so a key's score does not depend on where it lies.
+template <int H, typename Cell>
+DRUMLINE_INLINE void score(const AttentionJob& job, const Cell* keys, const std::int64_t* table,
+                           std::int64_t kv_head, const float* query, const Span& span,
+                           float* scores) {
     const std::int64_t dim = job.head_dim, size = job.block_size;
-    for (std::int64_t t = 0; t < job.tokens; ++t) {
-        const std::int64_t slot = job.slots[t];
-        for (std::int64_t h = 0; slot >= 0 && h < job.kv_heads; ++h) {
-            const std::int64_t at = ((slot / size * job.kv_heads + h) * size + slot % size) * dim;
-            for (std::int64_t i = 0; i < dim; ++i) {
-                keys[at + i] = Cell::pack(job.key[t * job.key_stride + h * dim + i]);
-                values[at + i] = Cell::pack(job.value[t * job.value_stride + h * dim + i]);
+    for (std::int64_t p = span.begin; p <= span.last; p += size) {
+        const Cell* block = keys + (table[p / size] * job.kv_heads + kv_head) * size * dim;
+        float* row = scores + (p - span.begin);
+        std::int64_t at = 0;
+        for (; at + 2 * lanes <= size; at += 2 * lanes) {
+            score_lanes<H, 2>(job, block + at, query, span, row + at);
+        }
+        for (; at + lanes <= size; at += lanes) {
+            score_lanes<H, 1>(job, block + at, query, span, row + at);
+        }
+        for (; at < size; ++at) {
+            for (int h = 0; h < H; ++h) {
+                float total = 0.0F;
+                for (std::int64_t i = 0; i < dim; ++i) {
+                    total = total + query[h * dim + i] * load1(block + i * size + at);
+                }
+                row[h * span.padded + at] = total * job.scale;
             }
+        }
+    }
+}
+
+// The weighted sum of V * 8 channels of the values for H query heads, positions in order.
+template <int H, int V, typename Cell>
+DRUMLINE_INLINE void mix_lanes(const AttentionJob& job, const Cell* values,
+                               const std::int64_t* table, std::int64_t kv_head,
+                               const float* weights, const Span& span, float* out) {
+    const std::int64_t dim = job.head_dim, size = job.block_size;
+    v8f total[H][V];
+    for (int h = 0; h < H; ++h) {
+        for (int v = 0; v < V; ++v) {
+            total[h][v] = splat(0.0F);
+        }
+    }
+    for (std::int64_t p = span.first; p <= span.last;) {
+        const std::int64_t end = std::min(span.last + 1, (p / size + 1) * size);
+        const Cell* row = values + ((table[p / size] * job.kv_heads + kv_head) * size + p % size) * dim;
+        for (; p < end; ++p, row += dim) {
+            v8f value[V];
+            for (int v = 0; v < V; ++v) {
+                value[v] = load8(row + v * lanes);
+            }
+            for (int h = 0; h < H; ++h) {
+                const v8f weight = splat(weights[h * span.padded + p - span.begin]);
+                for (int v = 0; v < V; ++v) {
+                    total[h][v] = total[h][v] + weight * value[v];
+                }
+            }
+        }
+    }
+    for (int h = 0; h < H; ++h) {
+        for (int v = 0; v < V; ++v) {
+            store8(out + h * dim + v * lanes, total[h][v]);
+        }
+    }
+}
+
+template <int H, typename Cell>
+DRUMLINE_INLINE void mix(const AttentionJob& job, const Cell* values, const std::int64_t* table,
+                         std::int64_t kv_head, const float* weights, const Span& span, float* out) {
+    const std::int64_t dim = job.head_dim, size = job.block_size;
+    constexpr int wide = H <= 3 ? 4 : 2;  // as many sums as there are registers for
+    std::int64_t i = 0;
+    for (; i + wide * lanes <= dim; i += wide * lanes) {
+        mix_lanes<H, wide>(job, values + i, table, kv_head, weights, span, out + i);
+    }
+    for (; i + lanes <= dim; i += lanes) {
+        mix_lanes<H, 1>(job, values + i, table, kv_head, weights, span, out + i);
+    }
+    for (; i < dim; ++i) {
+        for (int h = 0; h < H; ++h) {
+            float total = 0.0F;
+            for (std::int64_t p = span.first; p <= span.last; ++p) {
+                const Cell* block = values + (table[p / size] * job.kv_heads + kv_head) * size * dim;
+                const float weight = weights[h * span.padded + p - span.begin];
+                total = total + weight * load1(block + p % size * dim + i);
+            }
+            out[h * dim + i] = total;
+        }
+    }
+}
+
+template <int H, typename Cell>
+DRUMLINE_INLINE void attend_heads(const AttentionJob& job, std::int64_t token, std::int64_t kv_head,
+                                  std::int64_t head, const Span& span, std::vector<float>& scores) {
+    scores.resize(static_cast<std::size_t>(H * span.padded));
+    const std::int64_t* table = job.tables + job.table_start[token];
+    const std::int64_t at = (token * job.heads + head) * job.head_dim;
+    score<H>(job, static_cast<const Cell*>(job.keys), table, kv_head, job.query + at, span,
+             scores.data());
+    for (int h = 0; h < H; ++h) {
+        float* row = scores.data() + h * span.padded;
+        std::fill(row, row + (span.first - span.begin), -std::numeric_limits<float>::infinity());
+        std::fill(row + (span.last + 1 - span.begin), row + span.padded,
+                  -std::numeric_limits<float>::infinity());
+        softmax(row, span.padded);
+    }
+    mix<H>(job, static_cast<const Cell*>(job.values), table, kv_head, scores.data(), span,
+           job.out + at);
+}
+
+// One token and one key/value head: the query heads that share it, up to 4 at a time.
+template <typename Cell>
+DRUMLINE_INLINE void attend(const AttentionJob& job, std::int64_t token, std::int64_t kv_head,
+                            std::vector<float>& scores) {
+    const std::int64_t group = job.heads / job.kv_heads, size = job.block_size;
+    Span span;
+    span.last = job.positions[token];
+    span.first = std::min(job.first_key, span.last);
+    span.begin = span.first / size * size;
+    const std::int64_t covered = (span.last / size + 1) * size - span.begin;
+    span.padded = (covered + lanes - 1) / lanes * lanes;
+    for (std::int64_t g = 0; g < group;) {
+        const std::int64_t head = kv_head * group + g;
+        switch (std::min<std::int64_t>(4, group - g)) {
+            case 4:
+                attend_heads<4, Cell>(job, token, kv_head, head, span, scores);
+                g += 4;
+                break;
+            case 3:
+                attend_heads<3, Cell>(job, token, kv_head, head, span, scores);
+                g += 3;
+                break;
+            case 2:
+                attend_heads<2, Cell>(job, token, kv_head, head, span, scores);
+                g += 2;
+                break;
+            default:
+                attend_heads<1, Cell>(job, token, kv_head, head, span, scores);
+                g += 1;
         }
     }
 }
 
 template <typename Cell>
 DRUMLINE_INLINE void attend_range(const AttentionJob& job, std::int64_t begin, std::int64_t end) {
-    Scratch scratch;
+    std::vector<float> scores;
     for (std::int64_t item = begin; item < end; ++item) {
-        attend<Cell>(job, item / job.kv_heads, item % job.kv_heads, scratch);
+        attend<Cell>(job, item / job.kv_heads, item % job.kv_heads, scores);
     }
 }
 
 DRUMLINE_INLINE void attend_items(const AttentionJob& job, std::int64_t begin, std::int64_t end) {
     switch (job.kv_type) {
         case KVType::f32:
-            return attend_range<F32Cell>(job, begin, end);
+            return attend_range<float>(job, begin, end);
         case KVType::f16:
-            return attend_range<F16Cell>(job, begin, end);
+            return attend_range<_Float16>(job, begin, end);
         case KVType::bf16:
-            return attend_range<BF16Cell>(job, begin, end);
+            return attend_range<std::uint16_t>(job, begin, end);
     }
 }
 
 DRUMLINE_INLINE void write_cells(const AttentionJob& job) {
     switch (job.kv_type) {
         case KVType::f32:
-            return write<F32Cell>(job);
+            return write<float>(job);
         case KVType::f16:
-            return write<F16Cell>(job);
+            return write<_Float16>(job);
         case KVType::bf16:
-            return write<BF16Cell>(job);
+            return write<std::uint16_t>(job);
     }
 }
 
@@ -332,8 +419,12 @@ void rope(const float* x, std::int64_t tokens, std::int64_t heads, std::int64_t 
     kernel(x, tokens, heads, head_dim, stride, positions, cos, sin, half, out);
 }
 
-void attention(const AttentionJob& job, int threads, Path path) {
+void write_kv(const AttentionJob& job, Path path) {
     (path == Path::portable ? write_plain : write_avx2)(job);
+}
+
+void attention(const AttentionJob& job, int threads, Path path) {
+    write_kv(job, path);
     const auto kernel = path == Path::portable ? attend_plain : attend_avx2;
     const std::int64_t items = job.tokens * job.kv_heads;
     // A handful of parts per thread: contexts differ in length, and late threads get less.

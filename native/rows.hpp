@@ -29,8 +29,8 @@ struct AttentionJob {
     const float* value = nullptr;
     std::int64_t key_stride = 0;
     std::int64_t value_stride = 0;
-    void* keys = nullptr;  // one layer's cache: [blocks, kv_heads, block_size, head_dim]
-    void* values = nullptr;
+    void* keys = nullptr;    // one layer's cache: [blocks, kv_heads, head_dim, block_size]
+    void* values = nullptr;  // [blocks, kv_heads, block_size, head_dim]
     KVType kv_type = KVType::f32;
     const std::int64_t* positions = nullptr;  // [tokens]
     const std::int64_t* slots = nullptr;      // [tokens], -1 writes nothing
@@ -46,8 +46,12 @@ struct AttentionJob {
     float* out = nullptr;  // [tokens, heads * head_dim]
 };
 
-// Writes keys and values to their slots, then softmax(scale * q k) v over keys first_key..position,
-// in ascending position: scores, their maximum, exponentials, one weighted sum.
+// Writes keys and values to their slots; slot -1 writes nothing. Keys lie channel by channel within
+// a block, so that the scores of 8 keys are one vector and need no sum across it.
+void write_kv(const AttentionJob& job, Path path);
+
+// write_kv, then softmax(scale * q k) v over keys first_key..position: scores (channels in ascending
+// order), their maximum, exponentials, one weighted sum in ascending position.
 void attention(const AttentionJob& job, int threads, Path path);
 
 }  // namespace drumline

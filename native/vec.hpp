@@ -23,6 +23,36 @@ DRUMLINE_INLINE v8f load8(const float* from) {
     return out;
 }
 
+typedef _Float16 v8h __attribute__((vector_size(16)));
+typedef std::uint16_t v8u __attribute__((vector_size(16)));
+
+DRUMLINE_INLINE v8f load8(const _Float16* from) {
+    v8h half;
+    std::memcpy(&half, from, sizeof half);
+    return __builtin_convertvector(half, v8f);
+}
+
+// bfloat16: the upper half of a float32.
+DRUMLINE_INLINE v8f load8(const std::uint16_t* from) {
+    v8u half;
+    std::memcpy(&half, from, sizeof half);
+    const v8i bits = __builtin_convertvector(half, v8i) << 16;
+    v8f out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+DRUMLINE_INLINE float load1(const float* from) { return *from; }
+
+DRUMLINE_INLINE float load1(const _Float16* from) { return static_cast<float>(*from); }
+
+DRUMLINE_INLINE float load1(const std::uint16_t* from) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(*from) << 16;
+    float out;
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
 DRUMLINE_INLINE void store8(float* to, v8f value) { std::memcpy(to, &value, sizeof value); }
 
 DRUMLINE_INLINE v8f splat(float value) {

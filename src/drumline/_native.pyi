@@ -56,3 +56,19 @@ def attention(
     path: str,
     /,
 ) -> None: ...
+def write_kv(
+    key: int,
+    value: int,
+    key_stride: int,
+    value_stride: int,
+    keys: int,
+    values: int,
+    kv_type: str,
+    slots: int,
+    tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    path: str,
+    /,
+) -> None: ...

@@ -214,8 +214,8 @@ class Sequences:
         ]
         self.blocks = sum(counts) + 2
 
-    def cache(self) -> ReferenceKV:
-        cache = NativeOps().allocate_kv(
+    def cache(self, ops: ReferenceOps | None = None) -> ReferenceKV:
+        cache = (ops or NativeOps()).allocate_kv(
             1, self.blocks, self.size, self.kv_heads, self.dim, "float32"
         )
         cache.keys.fill_(1e4)
@@ -251,7 +251,7 @@ def test_attention_is_close_to_the_reference(path: str, first_key: int) -> None:
         data = Sequences([2, 5, 37, 130], *shape)
         pieces = [(index, first_key, length) for index, length in enumerate(data.lengths)]
         native = data.run(NativeOps(path=path), data.cache(), pieces, first_key)
-        expected = data.run(ReferenceOps(), data.cache(), pieces, first_key)
+        expected = data.run(ReferenceOps(), data.cache(ReferenceOps()), pieces, first_key)
         for one, other in zip(native, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

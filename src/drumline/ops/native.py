@@ -23,6 +23,7 @@ from drumline._native import (
     rms_norm,
     rope,
     silu_and_mul,
+    write_kv,
 )
 from drumline.core.errors import ConfigError
 from drumline.ops.base import KVCache, Linear, PagedBatch, RopeTable
@@ -39,6 +40,15 @@ class NativeBatch(PagedBatch):
 
     tables: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     table_start: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+
+class NativeKV(ReferenceKV):
+    """Keys ``[layers, blocks, kv_heads, head_dim, block_size]``, channel by channel within a block,
+    so that 8 keys are one vector; values as the reference has them."""
+
+    @property
+    def block_size(self) -> int:
+        return self.values.shape[3]
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,13 @@ class NativeOps(ReferenceOps):
 
     def load_embedding(self, weight: WeightTensor) -> NativeLinear:  # type: ignore[override]
         return NativeLinear((pack(weight),), weight.shape[1], weight.shape[0], rows=weight)
+
+    def allocate_kv(
+        self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str
+    ) -> NativeKV:
+        cache = super().allocate_kv(layers, blocks, block_size, kv_heads, head_dim, dtype)
+        shape = (layers, blocks, kv_heads, head_dim, block_size)
+        return NativeKV(cache.keys.view(shape), cache.values)
 
     def embedding(self, ids: Tensor, table: Linear) -> Tensor:
         assert isinstance(table, NativeLinear)
@@ -178,6 +195,27 @@ class NativeOps(ReferenceOps):
             table_start=torch.tensor(starts, dtype=torch.int64),
         )
 
+    def write_kv(
+        self, key: Tensor, value: Tensor, cache: KVCache, layer: int, slots: Tensor
+    ) -> None:
+        assert isinstance(cache, NativeKV)
+        key, value, slots = _by_token(key), _by_token(value), slots.contiguous()
+        write_kv(
+            key.data_ptr(),
+            value.data_ptr(),
+            key.stride(0),
+            value.stride(0),
+            cache.keys[layer].data_ptr(),
+            cache.values[layer].data_ptr(),
+            KV_NAMES[cache.keys.dtype],
+            slots.data_ptr(),
+            key.shape[0],
+            key.shape[1],
+            key.shape[2],
+            cache.block_size,
+            self.path,
+        )
+
     def attention(
         self,
         query: Tensor,
@@ -188,7 +226,7 @@ class NativeOps(ReferenceOps):
         batch: PagedBatch,
         scale: float,
     ) -> Tensor:
-        assert isinstance(cache, ReferenceKV)
+        assert isinstance(cache, NativeKV)
         ready = self.prepare(batch, cache.block_size)
         assert isinstance(ready, NativeBatch)
         tokens, heads, head_dim = query.shape
