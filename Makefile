@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?= smollm2
-PROMPT ?= Why do ships float although steel sinks? Answer in two sentences.
+PROMPT ?= Explain step by step why ships float although steel sinks.
 
 # Two jobs: enough for a small native module, gentle with small machines.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= 2

@@ -302,44 +302,70 @@ bool PackedLinear::quantized() const {
     return kind_ == WeightKind::q4_0 || kind_ == WeightKind::q4_1 || kind_ == WeightKind::q8_0;
 }
 
+void PackedLinear::quantize(const float* x, std::int64_t rows, std::int64_t x_stride, int threads,
+                            Path path, bool fine, QuantizedRows& to) const {
+    const std::int64_t planes = fine ? 2 : 1;
+    to.resize(rows * planes, columns_);
+    const auto quantize_row = path == Path::portable ? portable::quantize_row : avx2::quantize_row;
+    // Rows are quantized apart from each other, so who does which does not matter.
+    const int parts = rows >= 8 ? threads : 1;
+    const std::int64_t share = (rows + parts - 1) / parts;
+    Pool::instance().run(threads, parts, [&](int part) {
+        std::vector<float> rest(static_cast<std::size_t>(fine ? columns_ : 0));
+        const std::int64_t end = std::min(rows, (part + 1) * share);
+        for (std::int64_t r = part * share; r < end; ++r) {
+            const float* row = x + r * x_stride;
+            quantize_row(row, columns_, to, r * planes);
+            if (fine) {
+                const std::int8_t* q = to.q.data() + r * planes * columns_;
+                const float* scale = to.scale.data() + r * planes * (columns_ / block_columns);
+                for (std::int64_t k = 0; k < columns_; ++k) {
+                    rest[k] = row[k] - scale[k / block_columns] * static_cast<float>(q[k]);
+                }
+                quantize_row(rest.data(), columns_, to, r * planes + 1);
+            }
+        }
+    });
+}
+
 void PackedLinear::multiply(const float* x, std::int64_t rows, std::int64_t x_stride, float* out,
-                            std::int64_t out_stride, int threads, Path path) const {
+                            std::int64_t out_stride, int threads, Path path, bool fine) const {
     if (rows == 0) {
         return;
     }
+    const bool two_planes = fine && quantized();
     QuantizedRows quantized_rows;
     if (quantized()) {
-        quantized_rows.resize(rows, columns_);
-        const bool fast = path != Path::portable;
-        const auto quantize = fast ? avx2::quantize_row : portable::quantize_row;
-        // Rows are quantized apart from each other, so who does which does not matter.
-        const int parts = rows >= 8 ? threads : 1;
-        const std::int64_t share = (rows + parts - 1) / parts;
-        Pool::instance().run(threads, parts, [&](int part) {
-            const std::int64_t end = std::min(rows, (part + 1) * share);
-            for (std::int64_t r = part * share; r < end; ++r) {
-                quantize(x + r * x_stride, columns_, quantized_rows, r);
-            }
-        });
+        quantize(x, rows, x_stride, threads, path, two_planes, quantized_rows);
     }
     const GroupKernel kernel = choose(kind_, path);
     // A few parts more than threads: who comes late, or is held up, gets fewer.
-    const int parts = static_cast<int>(std::min<std::int64_t>(groups_, threads > 1 ? 4 * threads : 1));
+    const int parts =
+        static_cast<int>(std::min<std::int64_t>(groups_, threads > 1 ? 4 * threads : 1));
     const std::int64_t share = (groups_ + parts - 1) / parts;
     Pool::instance().run(threads, parts, [&](int part) {
+        std::vector<float> planes(static_cast<std::size_t>(two_planes ? 2 * rows * group_outputs : 0));
         const std::int64_t end = std::min(groups_, (part + 1) * share);
         for (std::int64_t g = part * share; g < end; ++g) {
             GroupJob job;
             job.weights = bytes_.data() + g * group_bytes_;
             job.columns = columns_;
-            job.rows = rows;
+            job.rows = two_planes ? 2 * rows : rows;
             job.x = x;
             job.x_stride = x_stride;
             job.quantized = &quantized_rows;
-            job.out = out + g * group_outputs;
-            job.out_stride = out_stride;
-            job.outputs = static_cast<int>(std::min<std::int64_t>(group_outputs, outputs_ - g * group_outputs));
+            job.out = two_planes ? planes.data() : out + g * group_outputs;
+            job.out_stride = two_planes ? group_outputs : out_stride;
+            job.outputs = static_cast<int>(
+                std::min<std::int64_t>(group_outputs, outputs_ - g * group_outputs));
             kernel(job);
+            for (std::int64_t r = 0; two_planes && r < rows; ++r) {
+                const float* coarse = planes.data() + 2 * r * group_outputs;
+                for (int o = 0; o < job.outputs; ++o) {
+                    out[r * out_stride + g * group_outputs + o] =
+                        coarse[o] + coarse[group_outputs + o];
+                }
+            }
         }
     });
 }

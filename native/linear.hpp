@@ -15,6 +15,8 @@
 
 namespace drumline {
 
+struct QuantizedRows;
+
 enum class WeightKind { q4_0, q4_1, q8_0, f32, f16, bf16 };
 
 WeightKind weight_kind(const std::string& name);  // throws std::invalid_argument
@@ -48,8 +50,10 @@ public:
     PackedLinear(WeightKind kind, const std::uint8_t* raw, std::int64_t outputs, std::int64_t columns);
 
     // x [rows, columns] float32 with `x_stride` floats between rows → out [rows, outputs] likewise.
+    // `fine`: activations of quantized weights as the sum of two int8 rows, the second of what the
+    // first left over; about 14 bits, at the cost of a second row.
     void multiply(const float* x, std::int64_t rows, std::int64_t x_stride, float* out,
-                  std::int64_t out_stride, int threads, Path path) const;
+                  std::int64_t out_stride, int threads, Path path, bool fine) const;
 
     std::int64_t outputs() const { return outputs_; }
     std::int64_t columns() const { return columns_; }
@@ -57,6 +61,8 @@ public:
 
 private:
     bool quantized() const;
+    void quantize(const float* x, std::int64_t rows, std::int64_t x_stride, int threads, Path path,
+                  bool fine, QuantizedRows& to) const;
 
     WeightKind kind_;
     std::int64_t outputs_;

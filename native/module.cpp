@@ -55,14 +55,14 @@ NB_MODULE(_native, module) {
             "multiply",
             [](const drumline::PackedLinear& self, std::uintptr_t x, std::int64_t rows,
                std::int64_t x_stride, std::uintptr_t out, std::int64_t out_stride, int threads,
-               const std::string& path) {
+               const std::string& path, bool fine) {
                 const drumline::Path chosen = drumline::path_by_name(path);
                 const nb::gil_scoped_release unlocked;
                 self.multiply(reinterpret_cast<const float*>(x), rows, x_stride,
-                              reinterpret_cast<float*>(out), out_stride, threads, chosen);
+                              reinterpret_cast<float*>(out), out_stride, threads, chosen, fine);
             },
             nb::arg("x"), nb::arg("rows"), nb::arg("x_stride"), nb::arg("out"),
-            nb::arg("out_stride"), nb::arg("threads"), nb::arg("path"))
+            nb::arg("out_stride"), nb::arg("threads"), nb::arg("path"), nb::arg("fine"))
         .def_prop_ro("outputs", &drumline::PackedLinear::outputs)
         .def_prop_ro("columns", &drumline::PackedLinear::columns)
         .def_prop_ro("nbytes", &drumline::PackedLinear::nbytes);

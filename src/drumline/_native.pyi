@@ -4,7 +4,15 @@ def available_paths() -> list[str]: ...
 class PackedLinear:
     def __init__(self, kind: str, raw: int, outputs: int, columns: int) -> None: ...
     def multiply(
-        self, x: int, rows: int, x_stride: int, out: int, out_stride: int, threads: int, path: str
+        self,
+        x: int,
+        rows: int,
+        x_stride: int,
+        out: int,
+        out_stride: int,
+        threads: int,
+        path: str,
+        fine: bool,
     ) -> None: ...
     @property
     def outputs(self) -> int: ...

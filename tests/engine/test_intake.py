@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from drumline.config import EngineConfig
 from drumline.core.errors import PromptTooLong, RequestError
 from drumline.core.params import SamplingParams
 from drumline.engine.facts import open_tokenizer
-from drumline.engine.intake import CHARACTERS_PER_TOKEN_MAX, Intake, IntakeLimits, Prompt
+from drumline.engine.intake import (
+    CHARACTERS_PER_TOKEN_MAX,
+    PROBE_CHARACTERS,
+    Intake,
+    IntakeLimits,
+    Prompt,
+)
+from drumline.models.checkpoint import open_checkpoint
 from drumline.models.tokenizer import Tokenizer
 
 LIMITS = IntakeLimits(
@@ -138,3 +146,27 @@ def test_encoding_first_is_the_same(intake: Intake) -> None:
     prompt = Prompt(text="the rain")
     ids = intake.encode(prompt)
     assert intake.admit(prompt, SamplingParams(), token_ids=ids).prompt_token_ids == ids
+
+
+@pytest.mark.parametrize("as_message", [True, False])
+def test_a_text_far_too_long_is_refused_by_its_beginning(tiny_path: Any, as_message: bool) -> None:
+    """Encoding megabytes takes seconds and holds everybody up; a beginning is enough to know."""
+    tokenizer = open_checkpoint(tiny_path()).tokenizer()
+    encoded: list[int] = []
+    whole = tokenizer.encode
+
+    def counting(text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(len(text))
+        return whole(text, add_special_tokens)
+
+    tokenizer.encode = counting  # type: ignore[method-assign]
+    limits = replace(LIMITS, max_model_len=8192, kv_token_capacity=8192)
+    text = "x " * 1_000_000
+    prompt = (
+        Prompt(messages=({"role": "user", "content": text},)) if as_message else Prompt(text=text)
+    )
+    with pytest.raises(PromptTooLong, match="are .* tokens already"):
+        Intake(tokenizer, limits).encode(prompt)
+    assert encoded == [PROBE_CHARACTERS]
+    short = Prompt(text="x " * 4000)
+    assert len(Intake(tokenizer, limits).encode(short)) > 4000

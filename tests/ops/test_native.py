@@ -75,9 +75,8 @@ def test_linear_is_close_to_the_reference(path: str, kind: str, shape: tuple[int
     x = torch.randn(9, shape[1])
     out = ops.linear(x, ops.load_linear([raw], bias))
     exact = x.double() @ raw.to_float().double().t() + bias
-    # int8 activations are off by at most half a step of 1/127 of their block's largest value.
-    limit = 2e-2 if kind in QUANTIZED else 1e-5
-    assert (out - exact).norm() <= limit * exact.norm()
+    # Two int8 rows leave about 1e-4 of an activation; one would leave 1e-2.
+    assert (out - exact).norm() <= (3e-4 if kind in QUANTIZED else 1e-5) * exact.norm()
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

@@ -86,6 +86,8 @@ def converse(llm: LLM, messages: list[dict[str, Any]], params: SamplingParams) -
 
 def read_turn() -> str | None:
     """What the user says next; None at the end of input. Ctrl-C drops the line that was begun."""
+    if sys.stdin is None:  # closed before we began
+        return None
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:

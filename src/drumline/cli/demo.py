@@ -6,6 +6,7 @@ The last line is the result. Exit code 1 if a single token differs, which would 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING
 from drumline.cli.engine import (
     add_script_engine_arguments,
     complain,
-    decode_speed,
     engine_config,
     have_model,
     print_startup,
@@ -23,14 +23,16 @@ from drumline.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from drumline.config import EngineConfig
+    from drumline.engine.llm import LLM
 
-PROMPT = "Why do ships float although steel sinks? Answer in two sentences."
+PROMPT = "Explain step by step why ships float although steel sinks."
 MAX_TOKENS = 128
+ROUNDS = 3
 EXIT_DIFFERENT = 1
 EXIT_INTERRUPTED = 130
 # What is tried where no --speculative-config is given: the head that ships with the package for
 # this model, and for a model without one the drafter that needs none.
-HEAD = '{"method": "mtp", "num_speculative_tokens": 3}'
+HEAD = '{"method": "mtp", "num_speculative_tokens": 3, "draft_length": "adaptive"}'
 LOOKUP = """{
     "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4
 }"""
@@ -62,24 +64,34 @@ def run(args: argparse.Namespace) -> int:
     plain = config.with_fields(speculative_config=None)
     speculative = with_drafter(config)
 
-    without = answer(plain, args.prompt, args.max_tokens, show=True)
-    if without is None:
-        return EXIT_INTERRUPTED
-    complain(f"without speculation: {without.tokens_per_second:.1f} tokens/s\n")
-    told = answer(speculative, args.prompt, args.max_tokens, show=False)
-    if told is None:
-        return EXIT_INTERRUPTED
-    method = told.method
-    complain(
-        f"with speculation ({method}): {told.tokens_per_second:.1f} tokens/s, "
-        f"{told.acceptance_length:.2f} tokens per verified draft\n"
-    )
-    if told.token_ids != without.token_ids:
+    engines = [load(plain), load(speculative)]
+    print_startup(engines[1].core.facts)
+    runs: tuple[list[Answer], list[Answer]] = ([], [])
+    for turn in range(ROUNDS + 1):  # the first, which is shown, also warms up
+        for engine, answers in zip(engines, runs, strict=True):
+            told = answer(engine, args.prompt, args.max_tokens, show=turn == 0 and not runs[0])
+            if told is None:
+                return EXIT_INTERRUPTED
+            answers.append(told)
+    return report(*runs)
+
+
+def report(plain: list[Answer], told: list[Answer]) -> int:
+    """Compares every run with the first; speeds are medians of the runs after it."""
+    method = told[0].method
+    if any(one.token_ids != plain[0].token_ids for one in (*plain, *told)):
         print(f"demo: DIFFERENT tokens with {method}; this is a bug, please report it")
         return EXIT_DIFFERENT
-    ratio = told.tokens_per_second / without.tokens_per_second
-    length = f"acceptance length {told.acceptance_length:.2f}"
-    print(f"demo: same tokens, {ratio:.2f}x ({method}, {length})")
+    speeds = [
+        statistics.median(one.tokens_per_second for one in runs[1:]) for runs in (plain, told)
+    ]
+    length = statistics.median(one.acceptance_length for one in told[1:])
+    complain(f"without speculation  {speeds[0]:.1f} tokens/s")
+    complain(f"with speculation     {speeds[1]:.1f} tokens/s ({method}), medians of {ROUNDS}")
+    print(
+        f"demo: same tokens, {speeds[1] / speeds[0]:.2f}x "
+        f"({method}, acceptance length {length:.2f})"
+    )
     return 0
 
 
@@ -90,7 +102,7 @@ def with_drafter(config: EngineConfig) -> EngineConfig:
     from drumline.models.checkpoint import open_checkpoint
     from drumline.models.fetch import resolve_model
 
-    if config.speculative.speculative_config is not None:
+    if config.speculation is not None:
         return config
     path = resolve_model(config.model.model, config.model.revision)
     head = shipped_head(open_checkpoint(path).config, str(path))
@@ -98,19 +110,26 @@ def with_drafter(config: EngineConfig) -> EngineConfig:
     return EngineConfig.from_kwargs(**asked, speculative_config=HEAD if head else LOOKUP)
 
 
-def answer(config: EngineConfig, prompt: str, max_tokens: int, show: bool) -> Answer | None:
-    """Loads an engine, asks it once, greedily; None if interrupted."""
+def load(config: EngineConfig) -> LLM:
+    """Without prefix caching: a repeated prompt is to be read again."""
+    from drumline.engine.llm import LLM
+
+    return LLM.from_config(config.with_fields(enable_prefix_caching=False))
+
+
+def answer(llm: LLM, prompt: str, max_tokens: int, show: bool) -> Answer | None:
+    """Asks once, greedily; None if interrupted."""
     from drumline.core.params import SamplingParams
     from drumline.engine.intake import Prompt
-    from drumline.engine.llm import LLM, Interrupt
+    from drumline.engine.llm import Interrupt
     from drumline.engine.outputs import RequestRecord
 
-    llm = LLM.from_config(config)
-    print_startup(llm.core.facts)
     asked = Prompt(messages=({"role": "user", "content": prompt},))
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     submission = llm.intake.admit(asked, params)
     record, interrupt = RequestRecord.of(submission), Interrupt()
+    counters = llm.core.counters
+    tokens, seconds = counters.decode_tokens, counters.decode_seconds
     for _, delta in llm.run([submission], interrupt):
         record.add(delta)
         if show:
@@ -122,7 +141,11 @@ def answer(config: EngineConfig, prompt: str, max_tokens: int, show: bool) -> An
         return None
     (completion,) = record.output().outputs
     stats = completion.speculation
-    length = 1.0 if stats is None else stats.mean_acceptance_length
     speculative = llm.core.resolved.speculation
-    method = "none" if speculative is None else speculative.method
-    return Answer(completion.token_ids, decode_speed(llm.core.counters), length, method)
+    spent = counters.decode_seconds - seconds
+    return Answer(
+        token_ids=completion.token_ids,
+        tokens_per_second=(counters.decode_tokens - tokens) / spent if spent else 0.0,
+        acceptance_length=1.0 if stats is None else stats.mean_acceptance_length,
+        method="none" if speculative is None else speculative.method,
+    )

@@ -8,6 +8,7 @@ one line on standard error, without a traceback.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import io
 import os
@@ -45,8 +46,33 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:  # closed before we began: what is printed goes nowhere, quietly
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character is no error
+    try:
+        code = dispatch(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left; there is nobody to tell. Python would complain once
+        # more while it closes standard output.
+        _drop_output()
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            raise
+        _drop_output()
+        print(
+            _line(f"drumline: failed: cannot write the output: {error.strerror}"), file=sys.stderr
+        )
+        return EXIT_FAILED
+    return code
+
+
+def dispatch(arguments: Sequence[str]) -> int:
+    """The page of verbs, the version, or a verb."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else EXIT_WRONG_USE
@@ -54,18 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"drumline {__version__}")
         return 0
     if arguments[0] not in VERBS:
-        return _wrong(f"unknown verb {arguments[0]!r}{nearest_name(arguments[0], VERBS)}")
-    try:
-        code = run_verb(arguments[0], arguments[1:])
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left; there is nobody to tell. Python would complain once
-        # more while it closes standard output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
-    return code
+        known = (*VERBS, "--help", "--version")
+        return _wrong(f"unknown verb {arguments[0]!r}{nearest_name(arguments[0], known)}")
+    return run_verb(arguments[0], arguments[1:])
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:

@@ -137,8 +137,8 @@ def _ranges(params: SamplingParams) -> None:
     _integer(params, "n", 1, SAMPLES_MAX, f"1 to {SAMPLES_MAX}")
     _integer(params, "top_k", -1, COUNT_LIMIT, "-1 or 0 (all), or at least 1")
     _integer(params, "seed", -(2**63), SEED_LIMIT - 1, "a 64-bit integer or null", optional=True)
-    _integer(params, "max_tokens", 1, COUNT_LIMIT, "at least 1, or null", optional=True)
-    _integer(params, "min_tokens", 0, COUNT_LIMIT, "at least 0")
+    _integer(params, "max_tokens", 1, COUNT_LIMIT, f"1 to {COUNT_LIMIT}, or null", optional=True)
+    _integer(params, "min_tokens", 0, COUNT_LIMIT, f"0 to {COUNT_LIMIT}")
     _integer(params, "num_speculative_tokens", 0, COUNT_LIMIT, "0 or more, or null", optional=True)
     _integer(params, "logprobs", -1, COUNT_LIMIT, "-1 (all), 0 or more, or null", optional=True)
     _integer(

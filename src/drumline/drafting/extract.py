@@ -55,13 +55,20 @@ class HiddenStatesWriter:
     """A `Drafter` in form: it sees every step, and has no guess."""
 
     def __init__(self, folder: Path, taps: Sequence[int], method: str) -> None:
-        """``folder`` is made if it is not there. ConfigError if that cannot be."""
+        """``folder`` is made if it is not there. ConfigError if that cannot
+        be, or if it holds an earlier run's files."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 "speculative_config.hidden_states_dir", str(folder), f"no folder: {error.strerror}"
             ) from None
+        if any(folder.glob("*.safetensors")):
+            raise ConfigError(
+                "speculative_config.hidden_states_dir",
+                str(folder),
+                "holds hidden states of an earlier run, which would be overwritten; name another",
+            )
         self.folder = folder
         self.taps = tuple(taps)
         self.traits = DrafterTraits(method=method, needs_taps=True)

@@ -34,6 +34,8 @@ class IntakeLimits:
 
 # No token of any vocabulary spells more than this, so a longer text is refused unread.
 CHARACTERS_PER_TOKEN_MAX = 256
+PROBE_CHARACTERS = 65_536  # a beginning that is encoded in a few milliseconds
+PROBE_SLACK = 64  # tokens that the cut at the end of a probe may add
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +179,33 @@ class Intake:
             return prompt.token_ids
         try:
             if prompt.text is not None:
+                self._probe(prompt.text, prompt.param)
                 return tuple(self.tokenizer.encode(prompt.text))
             assert prompt.messages is not None
             for message in prompt.messages:
                 if not isinstance(message, Mapping):
                     raise RequestError(f"{message!r:.60} is no mapping with role and content")
+                if isinstance(message.get("content"), str):
+                    self._probe(message["content"], prompt.param)
             return tuple(self.tokenizer.encode_chat(prompt.messages))
+        except PromptTooLong:
+            raise
         except RequestError as error:
             raise RequestError(error.problem, param=prompt.param) from None
+
+    def _probe(self, text: str, param: str) -> None:
+        """Refuses a text whose beginning alone is too long, at the cost of that beginning: the
+        encoder takes seconds for megabytes, and holds the interpreter meanwhile."""
+        end = PROBE_CHARACTERS
+        while end < len(text):
+            count = len(self.tokenizer.encode(text[:end], add_special_tokens=False))
+            if count > self.limits.max_model_len + PROBE_SLACK:
+                raise PromptTooLong(
+                    f"its first {end} of {len(text)} characters are {count} tokens already, more "
+                    f"than max_model_len={self.limits.max_model_len}",
+                    param=param,
+                )
+            end *= 2
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         for token in ids:

