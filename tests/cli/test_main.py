@@ -83,3 +83,29 @@ def test_fetch_prints_where_a_model_is(
     folder = tmp_path_factory.mktemp("model")
     assert main(["fetch", str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:  # every write says that the disk is full
+        run = subprocess.run(
+            command(*arguments),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            env=environment(),
+        )
+    assert run.returncode == 1
+    assert run.stderr == "drumline: failed: cannot write the output: No space left on device\n"
+
+
+def test_a_reader_that_has_left_is_told_nothing() -> None:
+    run = subprocess.run(
+        ["sh", "-c", '"$@" | true', "sh", *command("--help")],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        env=environment(),
+    )
+    assert run.stderr == ""

@@ -189,3 +189,10 @@ def test_a_file_that_cannot_be_written_ends_the_next_step(target: Path, tmp_path
     bench.worker.end(sequence.request.number)
     with pytest.raises(EngineError, match="hidden states of request 0 cannot be written"):
         bench.step([other])
+
+
+def test_an_earlier_runs_files_are_not_overwritten(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "00000000.safetensors").write_bytes(b"precious")
+    with pytest.raises(ConfigError, match=r"hidden_states_dir=.*earlier run"):
+        Bench(target, extract(tmp_path))
+    assert (tmp_path / "00000000.safetensors").read_bytes() == b"precious"
