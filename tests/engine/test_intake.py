@@ -170,3 +170,13 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(tiny_path: Any, as_mess
     assert encoded == [PROBE_CHARACTERS]
     short = Prompt(text="x " * 4000)
     assert len(Intake(tokenizer, limits).encode(short)) > 4000
+
+
+def test_what_the_tokenizer_knows_and_the_model_does_not_is_refused(tokenizer: Tokenizer) -> None:
+    """A tokenizer with more tokens than the model has rows: a text of them must not reach it."""
+    small = Intake(tokenizer, replace(LIMITS, vocab_size=6))
+    with pytest.raises(RequestError, match="prompt: token id .* outside the vocabulary of 6"):
+        small.encode(Prompt(text="abc"))
+    params = SamplingParams(bad_words=("abc",))
+    with pytest.raises(RequestError, match="bad_words: token id .* outside the vocabulary of 6"):
+        small.admit(Prompt(token_ids=(5,)), params)

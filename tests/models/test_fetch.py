@@ -292,3 +292,17 @@ def test_smollm2_is_what_it_should_be(smollm2_path: Path) -> None:
     started = time.perf_counter()
     assert resolve_model("smollm2") == smollm2_path
     assert time.perf_counter() - started < 0.1
+
+
+def test_a_lock_that_is_never_released_has_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drumline.models import fetch
+
+    monkeypatch.setattr(fetch, "_LOCK_SECONDS", 0.1)
+    path = tmp_path / "model.lock"
+    refusal = pytest.raises(CheckpointError, match="another process holds it")
+    with fetch._locked(path), refusal, fetch._locked(path):
+        pass
+    with fetch._locked(path):
+        pass  # free again

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.core.errors import RequestError
 from drumline.core.params import SamplingParams
 from drumline.core.random import MASK, Purpose, philox, seed_key, uniform_bits
 from drumline.sampling.draw import _bits_needed, _from_all
@@ -26,7 +24,7 @@ from drumline.sampling.noise import (
     uniform_from_bits,
 )
 from drumline.sampling.order import best_ids, rank_of, sorted_ids
-from drumline.sampling.processors import check_vocabulary, edit, truncate
+from drumline.sampling.processors import edit, truncate
 from drumline.sampling.reduce import log_sum_exp, tree_sum
 from sampling.rows import make_logits, make_row
 
@@ -247,24 +245,6 @@ def test_last_outputs_reach_back_through_drafts_but_not_into_the_prompt(
 def test_a_row_that_asks_for_nothing_is_not_copied() -> None:
     logits = make_logits(1, 64).numpy()[0]
     assert edit(logits, make_row(temperature=0.0), SamplingState()) is logits
-
-
-@pytest.mark.parametrize(
-    ("params", "bad_words", "name"),
-    [
-        ({"logit_bias": {64: 1.0}}, (), "logit_bias"),
-        ({"allowed_token_ids": (3, 900)}, (), "allowed_token_ids"),
-        ({"stop_token_ids": (64,)}, (), "stop_token_ids"),
-        ({}, ((3, 64),), "bad_words"),
-    ],
-)
-def test_ids_outside_the_vocabulary_are_refused_by_name(
-    params: dict[str, Any], bad_words: tuple[tuple[int, ...], ...], name: str
-) -> None:
-    with pytest.raises(RequestError, match="is not in the vocabulary of 64") as caught:
-        check_vocabulary(SamplingParams(**params), bad_words, 64)
-    assert caught.value.param == name
-    check_vocabulary(SamplingParams(logit_bias={63: 1.0}), ((0, 63),), 64)
 
 
 def test_negative_seeds_are_taken_modulo_2_64() -> None:

@@ -166,6 +166,8 @@ class Intake:
         ids = self._token_ids(prompt)
         if not ids:
             raise RequestError("the prompt has no tokens", param=prompt.param)
+        if max(ids) >= self.limits.vocab_size:  # a tokenizer may know more than its model
+            self._check_ids(ids, prompt.param)
         if len(ids) >= limit:
             raise PromptTooLong(
                 f"{len(ids)} tokens leave no room for output under max_model_len={limit}",
@@ -265,6 +267,7 @@ class Intake:
         for word in params.bad_words:
             for spelling in (word.lstrip(), " " + word.lstrip()):
                 ids = tuple(self.tokenizer.encode(spelling, add_special_tokens=False))
+                self._check_ids(ids, "bad_words")
                 if ids and ids not in words:
                     words.append(ids)
         return tuple(words)

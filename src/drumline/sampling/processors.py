@@ -16,7 +16,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.core.errors import EngineError, RequestError
+from drumline.core.errors import EngineError
 from drumline.core.params import SamplingParams
 from drumline.core.request import Request
 from drumline.sampling.history import SamplingRow, SamplingState
@@ -28,24 +28,6 @@ Scaled = NDArray[np.float64]  # [vocab], maximum 0
 Ids = NDArray[np.int64]
 
 _DEPTHS = (3.0, 6.0, 9.0, 12.0, 16.0, 24.0)  # nats below the maximum, for top_p
-
-
-def check_vocabulary(
-    params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], vocab: int
-) -> None:
-    """Refuses token ids the model does not have; for intake. Raises `RequestError` by name."""
-    named = {
-        "logit_bias": tuple(params.logit_bias),
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "stop_token_ids": params.stop_token_ids,
-        "bad_words": tuple(token for word in bad_words for token in word),
-    }
-    for name, tokens in named.items():
-        for token in tokens:
-            if not 0 <= token < vocab:
-                raise RequestError(
-                    f"token id {token} is not in the vocabulary of {vocab}", param=name
-                )
 
 
 def edits(request: Request) -> bool:

@@ -75,9 +75,8 @@ class Worker:
         """Runs the target over the plan's rows, samples where a row says so, and drafts."""
         self._follow(plan)
         inputs = build_inputs(plan.rows, self.cache.block_size, self.ops.device)
-        batch = self.ops.prepare(inputs.batch, self.cache.block_size)
         taps = () if self.speculator is None else self.speculator.taps
-        output = self.model.forward(inputs.ids, batch, self.cache, taps)
+        output = self.model.forward(inputs.ids, inputs.batch, self.cache, taps)
         prompts = self._prompt_logprobs(plan.rows, output.hidden)
         accepted = self._verify(plan.rows, output.hidden)
         drafts = self._draft(plan, accepted, output)
