@@ -9,7 +9,9 @@
     ├── Refused                    a limit holds: a full queue, a closing engine (HTTP 503)
     └── EngineError                the engine broke; requests in flight end with ``error``
         ├── DeadlineExceeded       a wait ran past its deadline
-        └── EngineDead             the process that serves steps is gone
+        ├── EngineDead             the process that serves steps is gone
+        ├── RankLost               a rank died, stalled, or said that it cannot go on
+        └── Diverged               ranks that must be equal are not
 
 Every message is one line that names the thing, its value and what is allowed. Our own mistakes
 are assertions and are not in this tree. This module knows nothing of any other room.
@@ -90,3 +92,28 @@ class DeadlineExceeded(EngineError):
 
 class EngineDead(EngineError):
     """The process that serves steps has ended; its last words are in the message."""
+
+
+class RankLost(EngineError):
+    """A rank that others wait for does not come. The fields say what it, or who waits for it,
+    was at: ``phase`` is one of `drumline.core.ledger.PHASES`, ``reason`` what is known of why."""
+
+    def __init__(self, rank: int, step: int, phase: str, operation: str, reason: str) -> None:
+        self.rank = rank
+        self.step = step
+        self.phase = phase
+        self.operation = operation
+        self.reason = reason
+        super().__init__(f"rank {rank} lost in step {step}, {phase}, {operation}: {reason}")
+
+
+class Diverged(EngineError):
+    """Ranks that must agree do not. ``values`` has one pair (rank, value) for each of them,
+    ascending; ``what`` names the thing that differs, ``step`` when it was seen."""
+
+    def __init__(self, what: str, values: Iterable[tuple[int, object]], step: int) -> None:
+        self.what = what
+        self.values = tuple(sorted(values, key=lambda pair: pair[0]))
+        self.step = step
+        listed = ", ".join(f"rank {rank} has {value}" for rank, value in self.values)
+        super().__init__(f"step {step}: {what} differs: {listed}")

@@ -14,6 +14,7 @@ One row of a plan, for a sequence of 12 committed tokens of which 10 stand in th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from drumline.core.request import FinishReason, PositionLogprobs, Request
 
@@ -53,6 +54,18 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftVote:
+    """What a replica's decoding requests say of a step's draft length; replicas without any say
+    nothing. ``wish``: what a table gives, None where no table speaks. ``tokens``: tokens × 1024
+    expected of a step, ``micros``: microseconds that it takes, each for draft lengths 0..K; empty
+    where nothing is measured."""
+
+    wish: int | None = None
+    tokens: tuple[int, ...] = ()
+    micros: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepProposal:
     """What this replica's scheduler wants to run next."""
 
@@ -60,15 +73,27 @@ class StepProposal:
     admitted: tuple[Admission, ...] = ()
     released: tuple[int, ...] = ()
     draft_wish: int = 0  # draft length this replica would choose alone; decoding requests vote
+    vote: DraftVote = DraftVote()  # what it tells those with whom it agrees
 
     @property
     def token_count(self) -> int:
         return sum(row.width for row in self.rows)
 
 
+Mode = Literal["live", "fixed"]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What every rank of the replica executes in step ``step`` of ``epoch``."""
+    """What every rank of the replica executes in step ``step`` of ``epoch``.
+
+    Where replicas agree, ``target_size`` and ``draft_sizes`` are the tokens that the target pass
+    and each draft pass are padded to on every rank, at least 1; a plan without rows is then
+    executed like any other, and there are exactly ``len(draft_sizes)`` draft passes. A replica
+    alone pads nothing: ``target_size`` is 0, ``draft_sizes`` is empty, and the passes are as many
+    as the drafter's traits say. ``mode``: sizes as they come, or from a fixed list.
+    ``group_rows``: the most rows that any replica has in this step.
+    """
 
     epoch: int
     step: int
@@ -77,6 +102,15 @@ class StepPlan:
     released: tuple[int, ...] = ()
     draft_k: int = 0  # what to draft in this step
     verify_width: int = 1  # 1 + draft_k of the last executed step
+    mode: Mode = "live"
+    target_size: int = 0
+    draft_sizes: tuple[int, ...] = ()
+    group_rows: int = 0
+
+    @property
+    def agreed(self) -> bool:
+        """Whether other replicas execute this step, too."""
+        return self.target_size > 0
 
     @property
     def num_spec_tokens_to_schedule(self) -> int:

@@ -1,13 +1,57 @@
-"""What the deciding rooms must know of the computing ones; made when a drafter is loaded.
+"""What the deciding rooms must know of the computing ones; made when a model is loaded.
 
 Three questions about a drafter are kept apart here, because confusing them is how ranks come to
 wait for each other: does it run a model forward, has it state that must see every committed token,
-and how many passes does a draft length cost. Knows no tensors.
+and how many passes does a draft length cost. A fourth, which groups its collectives span, follows
+from what a pass issues. Knows no tensors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """An extent that follows from the size of a pass: ``count`` for each of its tokens."""
+
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a pass. ``operation`` and ``group`` are words of `core.ledger`; ``shape``
+    is that of the tensor this rank gives: numbers, extents per token, or None for an extent that
+    the replica's own rows decide (how many rows have logits)."""
+
+    operation: str
+    group: str
+    shape: tuple[int | PerToken | None, ...]
+    dtype: str = "float32"
+
+    def at(self, size: int) -> Collective:
+        """The same with the extents of a pass of ``size`` tokens."""
+        shape = tuple(
+            extent.count * size if isinstance(extent, PerToken) else extent for extent in self.shape
+        )
+        return Collective(self.operation, self.group, shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What one pass of the target issues, in order: ``body`` through all layers, ``logits`` for
+    each time that logits are computed. Nothing on one rank.
+
+    ``logits`` stay within a replica (vocabulary shards), so their extents may be the replica's own.
+    """
+
+    body: tuple[Collective, ...] = ()
+    logits: tuple[Collective, ...] = ()
+
+    def __post_init__(self) -> None:
+        # A size that only one replica knows must not stand before other replicas.
+        assert all(None not in entry.shape for entry in self.body)
+        assert all(entry.group == "tp" for entry in self.logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +65,7 @@ class DrafterTraits:
     ``queries_ahead``: positions queried beyond the last draft (1 for block drafters).
     ``catch_up``: tokens its first pass may take beyond a row's target tokens (1 for a draft
     model, which reads the new token too when it meets a sequence).
-    ``groups``: kinds of groups its collectives span, by drafter and mesh; none on one rank.
+    ``first_pass``, ``later_pass``: what those passes issue on this mesh; nothing on one rank.
     """
 
     method: str
@@ -32,7 +76,15 @@ class DrafterTraits:
     queries_ahead: int = 0
     catch_up: int = 0
     positions_max: int | None = None
-    groups: tuple[str, ...] = ()
+    first_pass: ModelTraits = ModelTraits()
+    later_pass: ModelTraits = ModelTraits()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Kinds of groups its collectives span: none, tp, ep."""
+        issued = (*self.first_pass.body, *self.later_pass.body)
+        issued += (*self.first_pass.logits, *self.later_pass.logits)
+        return tuple(sorted({entry.group for entry in issued}))
 
     def passes(self, k: int) -> int:
         """Draft passes in a step of draft length ``k``; a stateful drafter always makes one."""
@@ -46,7 +98,8 @@ class DrafterTraits:
 
         ``width``: the row's target tokens, drafts included. ``samples``: it finishes its prefill
         or decodes. ``k``: the step's draft length. The first pass of a stateful drafter takes
-        what the target took; later passes take one token of each row that samples.
+        what the target took; later passes take one token of each row that samples. So a pass
+        after the first has one bound, whatever the draft length.
         """
         bound = width + self.catch_up if self.stateful and index == 0 else 0
         if not samples or (k == 0 and self.stateful):
