@@ -6,6 +6,7 @@
 #include "cpu_features.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
+#include "shm_module.hpp"
 
 namespace nb = nanobind;
 
@@ -40,6 +41,7 @@ NB_MODULE(_native, module) {
         "Instruction sets this process may use, by name. Its slow twin is drumline.core.cpu.");
     module.def("available_paths", &drumline::available_paths,
                "Instruction-set paths of the kernels that this processor can run, best first.");
+    drumline::bind_shm(module);
     // Addresses rather than tensors: the caller has checked shapes, and a call costs a microsecond.
     nb::class_<drumline::PackedLinear>(module, "PackedLinear")
         .def(
