@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,16 +13,17 @@ from hypothesis import strategies as st
 from drumline.config import SpeculativeConfig
 from drumline.core.errors import ConfigError
 from drumline.core.plan import StepPlan
+from drumline.lockstep.decide import most_per_time
 from drumline.scheduler import (
     AdaptiveDraftLength,
     CostCurve,
+    DraftLength,
     StaticDraftLength,
     TableDraftLength,
     dynamic_sd_lookup,
     make_draft_length,
 )
 from drumline.scheduler.acceptance import UNIT, Acceptance
-from drumline.scheduler.draft_length import decide_adaptive
 from drumline.scheduler.testing import create_scheduler
 
 from .world import make_request
@@ -73,7 +75,12 @@ def test_what_is_no_table_is_a_value_error(table: Any) -> None:
 
 def test_the_table_counts_who_decodes_and_nobody_is_neutral() -> None:
     length = TableDraftLength(5, dynamic_sd_lookup([[1, 2, 2], [3, 4, 0]], 5))
-    assert [length.wish(range(count)) for count in range(6)] == [5, 2, 2, 0, 0, 0]
+    assert [wish(length, range(count)) for count in range(6)] == [5, 2, 2, 0, 0, 0]
+
+
+def wish(length: DraftLength, decoding: Sequence[int]) -> int:
+    """What is chosen where nobody else has a say."""
+    return length.choose(length.vote(decoding))
 
 
 def spec(**keys: Any) -> SpeculativeConfig:
@@ -140,7 +147,7 @@ class Stage:
         """``rates``: the true chance per position; returns the lengths chosen."""
         before = len(self.chosen)
         for _ in range(steps):
-            k = self.length.wish(self.numbers)
+            k = wish(self.length, self.numbers)
             for number in self.numbers:
                 right = 0
                 while right < k and self.rng.random() < rates[right]:
@@ -222,16 +229,16 @@ def test_adaptive_leaves_zero_again() -> None:
 def test_a_request_that_is_never_right_gets_fewer_and_its_neighbour_does_not() -> None:
     length = AdaptiveDraftLength(4, flat_costs(4, step=120))
     for _ in range(60):
-        k = length.wish([0, 1])
+        k = wish(length, [0, 1])
         for number in (0, 1):
             most = min(k, length.row_max(number))
             length.observe(number, most, most if number == 0 else 0)
         length.executed()
-    assert length.wish([0, 1]) >= 3
+    assert wish(length, [0, 1]) >= 3
     assert length.row_max(0) == 4
     assert length.row_max(1) <= 1
     length.forget(1)
-    length.wish([0, 1])
+    wish(length, [0, 1])
     assert length.row_max(1) >= 3, "a new request is what all are"
     assert list(length.acceptance._each) == [0]
 
@@ -240,7 +247,7 @@ def test_a_request_that_was_cut_off_is_tried_again_now_and_then() -> None:
     length = AdaptiveDraftLength(4, flat_costs(4, step=120))
     tries = []
     for _ in range(400):
-        k = length.wish([0, 1])
+        k = wish(length, [0, 1])
         tries.append(min(k, length.row_max(1)))
         length.observe(0, k, k)
         length.observe(1, tries[-1], 0)
@@ -273,10 +280,10 @@ def test_counts_fade_to_the_prior_and_not_below_it() -> None:
 
 
 def test_the_decision_is_the_best_ratio_and_ties_go_to_the_smaller() -> None:
-    assert decide_adaptive([10, 20, 30], [1, 2, 3]) == 0
-    assert decide_adaptive([10, 21, 30], [1, 2, 3]) == 1
-    assert decide_adaptive([10, 20, 31], [1, 2, 3]) == 2
-    assert decide_adaptive([5], [9]) == 0
+    assert most_per_time([10, 20, 30], [1, 2, 3]) == 0
+    assert most_per_time([10, 21, 30], [1, 2, 3]) == 1
+    assert most_per_time([10, 20, 31], [1, 2, 3]) == 2
+    assert most_per_time([5], [9]) == 0
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)), min_size=1, max_size=9))
@@ -284,7 +291,7 @@ def test_the_decision_against_fractions(pairs: list[tuple[int, int]]) -> None:
     from fractions import Fraction
 
     ratios = [Fraction(tokens, micros) for tokens, micros in pairs]
-    best = decide_adaptive([tokens for tokens, _ in pairs], [micros for _, micros in pairs])
+    best = most_per_time([tokens for tokens, _ in pairs], [micros for _, micros in pairs])
     assert best == ratios.index(max(ratios))
 
 
@@ -292,7 +299,7 @@ def test_a_wish_is_pure() -> None:
     length = AdaptiveDraftLength(4, flat_costs(4))
     length.observe(3, 4, 2)
     length.executed()
-    assert [length.wish([3, 4]) for _ in range(5)] == [length.wish([3, 4])] * 5
+    assert [wish(length, [3, 4]) for _ in range(5)] == [wish(length, [3, 4])] * 5
     assert length.expected_tokens([3, 4]) == length.expected_tokens([3, 4])
     assert all(type(number) is int for number in length.expected_tokens([3, 4]))
 

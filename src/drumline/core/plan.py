@@ -113,6 +113,16 @@ class StepPlan:
         return self.target_size > 0
 
     @property
+    def steady(self) -> bool:
+        """Nobody was in prefill, here or in another replica, somebody decoded here, and the draft
+        length was the same before and in this step."""
+        if not self.rows or self.verify_width != 1 + self.draft_k:
+            return False
+        if self.target_size > self.group_rows * self.verify_width:
+            return False
+        return all(row.samples and len(row.tokens) == 1 for row in self.rows)
+
+    @property
     def num_spec_tokens_to_schedule(self) -> int:
         """``draft_k`` under the name that vLLM's scheduler output has for it."""
         return self.draft_k

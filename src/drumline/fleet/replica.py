@@ -7,7 +7,7 @@ device, a network or the time of day.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from drumline.core.clock import Clock
 from drumline.core.errors import EngineError, Refused, RequestError
 from drumline.core.plan import Event, SpeculationStats, StepPlan, StepResult
 from drumline.core.request import Finish, FinishReason, Request
-from drumline.lockstep.conductor import Conductor
+from drumline.lockstep.conductor import Conductor, Rest, Standing
 from drumline.scheduler import Scheduler
 
 
@@ -56,8 +56,18 @@ class StepStats:
     speculation: SpeculationStats  # of all steps up to and with this one
 
 
+def no_trouble() -> EngineError | None:
+    """Nobody follows, so nobody is in trouble."""
+    return None
+
+
 class Replica:
-    """One scheduler with what executes its plans, and the sums for a summary."""
+    """One scheduler with what executes its plans, and the sums for a summary.
+
+    ``trouble``: why those who follow cannot go on, asked before each step. ``pause``, ``drain``
+    and ``stop`` are what was asked for from outside and is told to the group; ``rest`` says why
+    the last turn had no step.
+    """
 
     def __init__(
         self,
@@ -69,16 +79,21 @@ class Replica:
         emitter: Emitter,
         finish: Finish,
         clock: Clock,
+        trouble: Callable[[], EngineError | None] = no_trouble,
     ) -> None:
         self.scheduler = scheduler
+        self.pause = self.drain = self.stop = False
+        self.rest: Rest | None = None
         self.step_count = 0
-        self.draft_length_histogram: dict[int, int] = {}  # draft_k: steps with a live row
+        # draft_k: steps in which somebody, here or in another replica it agrees with, had a row
+        self.draft_length_histogram: dict[int, int] = {}
         self._conductor = conductor
         self._executor = executor
         self._intake = intake
         self._emitter = emitter
         self._finish = finish
         self._clock = clock
+        self._trouble = trouble
         self._preemptions_before = 0
 
     @property
@@ -86,25 +101,42 @@ class Replica:
         return self.scheduler.has_work
 
     def step(self) -> StepStats | None:
-        """One turn of the loop; None if there was nothing to execute."""
+        """One turn of the loop; None if there was nothing to execute, and ``rest`` says why."""
         began = self._clock.now()
         self._take_in()
         proposal = self.scheduler.propose()
-        if not proposal.rows:
-            self._emitter.emit(self.scheduler.take_events())
-            return None
-        plan = self._conductor.seal(proposal)
+        self._emitter.emit(self.scheduler.take_events())
         try:
-            result = self._executor.execute(plan)
-            events = self.scheduler.commit(plan, result, self._finish)
+            sealed = self._conductor.seal(proposal, self._standing())
+            self.rest = sealed if isinstance(sealed, Rest) else None
+            if isinstance(sealed, Rest):
+                return None
+            result = self._executor.execute(sealed)
+            if self._conductor.stop_agreed:
+                self.scheduler.cancel_all()
+            events = self.scheduler.commit(sealed, result, self._finish)
         except Exception as error:
-            self.scheduler.fail_all()
-            self._emitter.emit(self.scheduler.take_events())
+            self._end_all()
             if isinstance(error, EngineError):
                 raise
-            raise EngineError(f"step {plan.step}: {type(error).__name__}: {error}") from error
+            where = f"step {self._conductor.next_step - 1}"
+            raise EngineError(f"{where}: {type(error).__name__}: {error}") from error
         self._emitter.emit(events)
-        return self._count(plan, events, self._clock.now() - began)
+        return self._count(sealed, events, self._clock.now() - began)
+
+    def _standing(self) -> Standing:
+        return Standing(
+            work=self.scheduler.unfinished_count > 0,
+            pause=self.pause,
+            drain=self.drain,
+            stop=self.stop,
+            error=self._trouble(),
+        )
+
+    def _end_all(self) -> None:
+        """Every request ends with ``error``, and is told so."""
+        self.scheduler.fail_all()
+        self._emitter.emit(self.scheduler.take_events())
 
     def _take_in(self) -> None:
         arrivals = self._intake.take(self.scheduler.waiting_room)
@@ -116,12 +148,15 @@ class Replica:
                 self._emitter.emit([Event(request.number, finish_reason=FinishReason.ERROR)])
         for number in arrivals.cancelled:
             self.scheduler.cancel(number)
+        if self.stop:
+            self.scheduler.cancel_all()
 
     def _count(self, plan: StepPlan, events: Sequence[Event], seconds: float) -> StepStats:
         self.step_count += 1
         self.scheduler.note_seconds(plan, seconds)
-        histogram = self.draft_length_histogram
-        histogram[plan.draft_k] = histogram.get(plan.draft_k, 0) + 1
+        if plan.group_rows:
+            histogram = self.draft_length_histogram
+            histogram[plan.draft_k] = histogram.get(plan.draft_k, 0) + 1
         preemption_count = self.scheduler.preemption_count - self._preemptions_before
         self._preemptions_before = self.scheduler.preemption_count
         return StepStats(

@@ -4,6 +4,7 @@
     table      by the number of decoding requests
     adaptive   the K with the most expected tokens per time, K = 0 included
 
+What is chosen alone follows from the same vote that is told to those with whom one agrees.
 Integers throughout, so that equal inputs give equal lengths on every rank: probabilities and
 tokens are counted in 1/1024, times in microseconds. A wish is pure: asked twice, it is the same.
 This module knows nothing of limits and blocks, which mask rows and never vote.
@@ -19,17 +20,25 @@ from typing import Any, Protocol
 from drumline.config.draft_table import clamp_table, read_table
 from drumline.config.speculative import PREFIX, SpeculativeConfig
 from drumline.core.errors import ConfigError
+from drumline.core.plan import DraftVote
+from drumline.lockstep.decide import look_around, looks_around, most_per_time
 from drumline.scheduler.acceptance import UNIT, Acceptance
 from drumline.scheduler.draft_cost import CostCurve
 
-_ROUND = 32  # executed steps between two looks at a neighbouring length
-
 
 class DraftLength(Protocol):
-    """Chooses a step's draft length and learns from executed steps."""
+    """Chooses a step's draft length and learns from executed steps. ``lookup``: the table that
+    lengths follow, if they follow one."""
 
-    def wish(self, decoding: Sequence[int]) -> int:
-        """K for a step in which these requests decode, by number. Nobody: the longest there is,
+    @property
+    def lookup(self) -> DraftTable | None: ...
+
+    def vote(self, decoding: Sequence[int]) -> DraftVote:
+        """What is told of a step in which these requests decode, by number; nobody: nothing."""
+        ...
+
+    def choose(self, vote: DraftVote) -> int:
+        """K for a step with this vote and no other. One that says nothing: the longest there is,
         because nobody's batch speaks against it."""
         ...
 
@@ -60,8 +69,15 @@ class StaticDraftLength:
 
     num_speculative_tokens: int
 
-    def wish(self, decoding: Sequence[int]) -> int:
-        return self.num_speculative_tokens
+    @property
+    def lookup(self) -> DraftTable | None:
+        return None
+
+    def vote(self, decoding: Sequence[int]) -> DraftVote:
+        return DraftVote()
+
+    def choose(self, vote: DraftVote) -> int:
+        return self.num_speculative_tokens if vote.wish is None else vote.wish
 
     def row_max(self, number: int) -> int:
         return self.num_speculative_tokens
@@ -109,19 +125,14 @@ def dynamic_sd_lookup(table: Any, num_speculative_tokens: int) -> DraftTable:
 class TableDraftLength(StaticDraftLength):
     """By the number of decoding requests; prompts in pieces do not count."""
 
-    lookup: DraftTable
+    table: DraftTable
 
-    def wish(self, decoding: Sequence[int]) -> int:
-        return self.lookup(len(decoding)) if decoding else self.num_speculative_tokens
+    @property
+    def lookup(self) -> DraftTable:
+        return self.table
 
-
-def decide_adaptive(tokens: Sequence[int], micros: Sequence[int]) -> int:
-    """The K with the most tokens per time, the smaller of equals."""
-    best = 0
-    for k in range(1, len(tokens)):
-        if tokens[k] * micros[best] > tokens[best] * micros[k]:
-            best = k
-    return best
+    def vote(self, decoding: Sequence[int]) -> DraftVote:
+        return DraftVote(self.table(len(decoding)) if decoding else None)
 
 
 class AdaptiveDraftLength:
@@ -136,6 +147,7 @@ class AdaptiveDraftLength:
     def __init__(
         self, num_speculative_tokens: int, costs: CostCurve, acceptance: Acceptance | None = None
     ) -> None:
+        self.lookup = None
         self.num_speculative_tokens = num_speculative_tokens
         self.costs = costs
         self.acceptance = acceptance or Acceptance(num_speculative_tokens)
@@ -152,27 +164,23 @@ class AdaptiveDraftLength:
                 sums[position + 1] += gained
         return tuple(sums)
 
-    def wish(self, decoding: Sequence[int]) -> int:
+    def vote(self, decoding: Sequence[int]) -> DraftVote:
         if not decoding:
-            self._worth = 0
-            return self.num_speculative_tokens
-        tokens, micros = self.expected_tokens(decoding), self.costs.micros(len(decoding))
-        best = decide_adaptive(tokens, micros)
-        self._worth = 0
-        if best:
-            per_draft = max(0, micros[best] - micros[best - 1]) // len(decoding)
-            self._worth = per_draft * tokens[best] // micros[best]
-        return self._looking_around(best)
+            return DraftVote()
+        return DraftVote(None, self.expected_tokens(decoding), self.costs.micros(len(decoding)))
 
-    def _looking_around(self, best: int) -> int:
-        round_number, turn = divmod(self._step, _ROUND)
-        if turn < _ROUND - 2:  # two steps, because the second one shows what a length costs
-            return best
+    def choose(self, vote: DraftVote) -> int:
         self._worth = 0
-        aside = best + 1 if round_number % 2 else best - 1
-        if not 0 <= aside <= self.num_speculative_tokens:
-            aside = 2 * best - aside
-        return aside
+        if not vote.tokens:
+            return self.num_speculative_tokens
+        best = most_per_time(vote.tokens, vote.micros)
+        if looks_around(self._step):
+            return look_around(best, self._step, self.num_speculative_tokens)
+        if best:
+            row_count = vote.tokens[0] // UNIT
+            per_draft = max(0, vote.micros[best] - vote.micros[best - 1]) // row_count
+            self._worth = per_draft * vote.tokens[best] // vote.micros[best]
+        return best
 
     def row_max(self, number: int) -> int:
         chances = self.acceptance.chances(number)

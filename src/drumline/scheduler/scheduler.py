@@ -33,7 +33,7 @@ from drumline.core.plan import (
 from drumline.core.request import Finish, FinishReason, PositionLogprobs, Request, Verdict
 from drumline.kvcache import BlockPool, blocks_for
 from drumline.scheduler.counts import SpeculationCounts
-from drumline.scheduler.draft_length import DraftLength, StaticDraftLength
+from drumline.scheduler.draft_length import DraftLength, DraftTable, StaticDraftLength
 from drumline.scheduler.drafts import draft_max, grant_drafts, reserve_ahead
 from drumline.scheduler.finish import check_verdict
 from drumline.scheduler.sequence import Sequence, by_order, discard
@@ -73,6 +73,16 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def unfinished_count(self) -> int:
+        """Requests that have not come to their end, whether they can run now or not."""
+        return len(self._sequences)
+
+    @property
+    def dynamic_sd_lookup(self) -> DraftTable | None:
+        """The table that draft lengths follow, under vLLM's name for it; None: they follow none."""
+        return self.draft_length.lookup
+
+    @property
     def waiting_room(self) -> int:
         """How many requests `add` would take now."""
         return max(0, self.settings.max_waiting - len(self._waiting))
@@ -107,6 +117,11 @@ class Scheduler:
             sequence.cancelled = True
             self._cancelled.append(number)
 
+    def cancel_all(self) -> None:
+        """Ends everything with ``abort``, as `cancel` does."""
+        for number in self._sequences:
+            self.cancel(number)
+
     def fail_all(self) -> None:
         """Ends every request with ``error``: the engine broke."""
         self._proposed = None
@@ -125,7 +140,8 @@ class Scheduler:
         """The rows this replica wants to run next; no rows if nothing can run."""
         self._apply_cancellations()
         decoding, prefilling = self._continue_running()
-        wish = self.draft_length.wish([sequence.number for sequence in decoding])
+        vote = self.draft_length.vote([sequence.number for sequence in decoding])
+        wish = self.draft_length.choose(vote)
         assert 0 <= wish <= self.settings.num_speculative_tokens
         self.num_spec_tokens_to_schedule = wish
         left = self.settings.max_num_batched_tokens - len(self._running)
@@ -150,6 +166,7 @@ class Scheduler:
             ),
             released=tuple(self._released),
             draft_wish=wish,
+            vote=vote,
         )
 
     def _continue_running(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -296,10 +313,8 @@ class Scheduler:
         return self.take_events()
 
     def note_seconds(self, plan: StepPlan, seconds: float) -> None:
-        """How long a committed step took. It says what a draft length costs if nobody was in
-        prefill and the length was the same before and in it."""
-        steady = plan.verify_width == 1 + plan.draft_k
-        if steady and all(row.samples and len(row.tokens) == 1 for row in plan.rows):
+        """How long a committed step took, which says what a draft length costs if it is steady."""
+        if plan.steady:
             self.draft_length.observe_seconds(len(plan.rows), plan.draft_k, seconds)
 
     def _commit_row(
