@@ -6,6 +6,7 @@
 #include "cpu_features.hpp"
 #include "linear.hpp"
 #include "rows.hpp"
+#include "sampling_module.hpp"
 #include "shm_module.hpp"
 
 namespace nb = nanobind;
@@ -141,4 +142,5 @@ NB_MODULE(_native, module) {
         job.block_size = block_size;
         drumline::write_kv(job, drumline::path_by_name(path));
     });
+    drumline::bind_sampling(module);
 }

@@ -81,6 +81,16 @@ def write_kv(
     /,
 ) -> None: ...
 
+def draw_places(
+    where: int,
+    reals: int,
+    words: int,
+    count: int,
+    places: int,
+    threads: int,
+    path: str,
+    /,
+) -> None: ...
 def shm_segment_bytes(ranks: int, chunk_bytes: int) -> int: ...
 
 class ShmGroup:

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-from drumline.sampling.draw import draw_tokens
 from drumline.sampling.rules import Standing, block, standard
-from drumline.sampling.sampler import SampledToken, Sampler, target_tokens
+from drumline.sampling.sampler import SampledToken, Sampler
 from drumline.sampling.window import Window, WindowLogits
 
 _RULES = {"standard": standard, "block": block}
@@ -92,7 +91,7 @@ class Verifier:
             asked = [(at, views[at].target(ahead)) for at in alive]
             ready = [(at, target) for at, target in asked if target is not None]
             alive = []
-            drawn = target_tokens([target for _, target in ready])
+            drawn = self.sampler.tokens([target for _, target in ready])
             for (at, target), token in zip(ready, drawn, strict=True):
                 tokens[at].append(self.sampler.report(target, token))
                 if views[at].window.drafts[ahead : ahead + 1] == (token,):
@@ -107,7 +106,7 @@ class Verifier:
     def _test(self, views: Sequence[WindowLogits]) -> list[Accepted]:
         """By the method's rule, window by window; the last tokens are drawn in one go."""
         results: list[Standing] = [_RULES[self.method](view) for view in views]
-        drawn = iter(draw_tokens([one.last for one in results if one.last is not None]))
+        drawn = iter(self.sampler.drawer([one.last for one in results if one.last is not None]))
         accepted = []
         for view, one in zip(views, results, strict=True):
             ids = view.window.drafts[: one.draft_count]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from drumline.sampling.draw import Draw
+from drumline.sampling.draw import Waiting
 from drumline.sampling.reduce import tree_sum
 
 Ids = NDArray[np.int64]
@@ -49,7 +49,7 @@ def point_mass(token: int) -> Distribution:
     return Distribution(np.array([token]), np.ones(1))
 
 
-def distribution(draw: Draw) -> Distribution:
+def distribution(draw: Waiting) -> Distribution:
     """softmax over what a draw keeps: what its token is drawn from."""
     scaled = draw.scaled if draw.kept is None else draw.scaled[draw.kept]
     weights = np.exp(scaled)

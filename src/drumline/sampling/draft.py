@@ -26,10 +26,10 @@ from numpy.typing import ArrayLike, NDArray
 from drumline.core.errors import UsageError
 from drumline.core.random import Purpose, purpose_word
 from drumline.sampling.distribution import Distribution, distribution
-from drumline.sampling.draw import Draw, draw_tokens
+from drumline.sampling.draw import Drawer, LogitDraw, draw_tokens
 from drumline.sampling.history import SamplingRow, SamplingState
 from drumline.sampling.noise import TokenTable
-from drumline.sampling.processors import edit, edits, scale, truncate
+from drumline.sampling.processors import edit, edits
 
 Logits = NDArray[np.float32]
 
@@ -67,11 +67,13 @@ class DraftSampler:
         sharpening: float = 1.0,
         token_table: ArrayLike | None = None,
         state: SamplingState | None = None,
+        drawer: Drawer = draw_tokens,
     ) -> None:
         if not sharpening >= 1.0:
             raise UsageError(f"sharpening {sharpening!r} is not a number of at least 1")
         self.vocab_size = vocab_size
         self.method = DraftMethod(method)
+        self.drawer = drawer
         self.sharpening = float(sharpening)
         self.table = None if token_table is None else _checked_table(token_table, vocab_size)
         self.state = SamplingState() if state is None else state
@@ -89,7 +91,7 @@ class DraftSampler:
         assert logits.dtype == torch.float32, "logits are float32"
         table: Logits = logits.detach().cpu().contiguous().numpy()
         chosen: list[DraftToken | None] = [None] * len(rows)
-        waiting: list[tuple[int, Draw]] = []
+        waiting: list[tuple[int, LogitDraw]] = []
         for index, row in enumerate(rows):
             edited = self._edit(table[index], row)
             top = int(np.argmax(edited))  # the first of equals; a NaN wins over everything
@@ -100,7 +102,7 @@ class DraftSampler:
                 chosen[index] = DraftToken(self._token(top))
             else:
                 waiting.append((index, self._draw(edited, maximum, row)))
-        places = draw_tokens([draw for _, draw in waiting])
+        places = self.drawer([draw for _, draw in waiting])
         for (index, draw), place in zip(waiting, places, strict=True):
             probs = distribution(draw) if self.method is DraftMethod.PROBABILISTIC else None
             chosen[index] = DraftToken(self._token(place), probs)
@@ -126,17 +128,10 @@ class DraftSampler:
         edited: Logits = edit(wide, row, self.state)[self.table.ids]
         return edited
 
-    def _draw(self, edited: Logits, maximum: float, row: SamplingRow) -> Draw:
-        params = row.request.params
-        scaled = scale(edited, maximum, params.temperature)
-        kept = truncate(edited, scaled, params)
-        if self.sharpening != 1.0:
-            with np.errstate(over="ignore"):
-                scaled *= self.sharpening
-        if self.method is DraftMethod.COUPLED:
-            return Draw(row, scaled, kept, Purpose.TARGET, self.table)
-        purpose = purpose_word(Purpose.DRAFT, len(row.drafts))
-        return Draw(row, scaled, kept, purpose, self.table)
+    def _draw(self, edited: Logits, maximum: float, row: SamplingRow) -> LogitDraw:
+        coupled = self.method is DraftMethod.COUPLED
+        purpose = Purpose.TARGET if coupled else purpose_word(Purpose.DRAFT, len(row.drafts))
+        return LogitDraw(row, edited, maximum, purpose, self.table, self.sharpening)
 
     def _token(self, place: int) -> int:
         return place if self.table is None else int(self.table.ids[place])

@@ -1,5 +1,8 @@
 """Gumbel-max: which token has the largest scaled logit plus noise.
 
+A draw is kept as the logits it is made from until somebody wants more: whoever draws natively
+never works out scaled logits and kept tokens as arrays.
+
 Making noise for a whole vocabulary is what costs, so it is made, or finished, only for tokens
 that can still win. Every shortcut here is exact: it leaves out only tokens whose noise would have
 to lie beyond what the generator can give, or beyond the bits already drawn. Ties go to the lowest
@@ -9,8 +12,9 @@ id. Knows scaled logits and keys; not how the logits were made.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +31,9 @@ from drumline.sampling.noise import (
     table_bits,
     token_bits,
 )
+from drumline.sampling.processors import scale, truncate
 
+Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
 Scaled = NDArray[np.float64]  # [vocab], maximum 0
 
@@ -77,8 +83,55 @@ class Draw:
         return places if self.table is None else self.table.ids[places]
 
 
-def draw_tokens(draws: Sequence[Draw]) -> list[int]:
+@dataclass(frozen=True, eq=False)
+class LogitDraw:
+    """A draw by its request's temperature, min_p, top_k and top_p, from logits ``[n]`` that bans
+    and penalties have left; ``maximum`` is their largest, a finite number.
+
+    Scaled logits are multiplied by ``sharpening`` after truncation. ``purpose`` and ``table`` as
+    in `Draw`, which ``plain`` is.
+    """
+
+    row: SamplingRow
+    logits: Logits
+    maximum: float
+    purpose: int = Purpose.TARGET
+    table: TokenTable | None = None
+    sharpening: float = 1.0
+
+    @cached_property
+    def plain(self) -> Draw:
+        params = self.row.request.params
+        scaled = scale(self.logits, self.maximum, params.temperature)
+        kept = truncate(self.logits, scaled, params)
+        if self.sharpening != 1.0:
+            with np.errstate(over="ignore"):
+                scaled *= self.sharpening
+        return Draw(self.row, scaled, kept, self.purpose, self.table)
+
+    @property
+    def scaled(self) -> Scaled:
+        return self.plain.scaled
+
+    @property
+    def kept(self) -> Ids | None:
+        return self.plain.kept
+
+    @property
+    def processed(self) -> Scaled:
+        return self.plain.processed
+
+    def ids(self, places: Ids) -> Ids:
+        return self.plain.ids(places)
+
+
+Waiting = Draw | LogitDraw
+Drawer = Callable[[Sequence[Waiting]], list[int]]
+
+
+def draw_tokens(waiting: Sequence[Waiting]) -> list[int]:
     """The place of each draw's token. Rows with few candidates share one pass of Philox."""
+    draws = [draw.plain if isinstance(draw, LogitDraw) else draw for draw in waiting]
     tokens = [-1] * len(draws)
     few: list[tuple[int, Ids]] = []
     for index, draw in enumerate(draws):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from drumline.core.random import Purpose, uniform_bits
 from drumline.sampling.distribution import Distribution, distribution
-from drumline.sampling.draw import Draw
+from drumline.sampling.draw import Draw, LogitDraw, Waiting
 from drumline.sampling.reduce import tree_sum
 from drumline.sampling.sampler import Target
 from drumline.sampling.window import WindowLogits
@@ -32,7 +32,7 @@ class Standing:
 
     targets: tuple[Target, ...]
     draft_count: int
-    last: Draw | None
+    last: Waiting | None
 
 
 def standard(view: WindowLogits) -> Standing:
@@ -121,7 +121,7 @@ def _excess(p: Distribution, q: Distribution, weight: float) -> Floats:
     return excess
 
 
-def _excess_draw(target: Target, p: Distribution, q: Distribution, weight: float) -> Draw:
+def _excess_draw(target: Target, p: Distribution, q: Distribution, weight: float) -> Waiting:
     """A draw in proportion to that difference; from ``p`` where rounding leaves nothing of it."""
     excess = _excess(p, q, weight)
     places = np.flatnonzero(excess)
@@ -134,6 +134,6 @@ def _excess_draw(target: Target, p: Distribution, q: Distribution, weight: float
     return Draw(target.row, scaled, ids, Purpose.RESIDUAL)
 
 
-def _draw(target: Target) -> Draw:
+def _draw(target: Target) -> LogitDraw:
     assert target.draw is not None, "a greedy request is matched"
     return target.draw

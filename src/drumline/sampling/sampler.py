@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from drumline.core.request import PositionLogprobs
-from drumline.sampling.draw import Draw, draw_tokens
+from drumline.sampling.draw import Drawer, LogitDraw, draw_tokens
 from drumline.sampling.history import SamplingRow, SamplingState
 from drumline.sampling.logprobs import position_logprobs
-from drumline.sampling.processors import edit, scale, top_value, truncate
+from drumline.sampling.processors import edit, top_value
 
 Logits = NDArray[np.float32]
 Values = NDArray[np.float32] | NDArray[np.float64]
@@ -50,18 +50,12 @@ class Target:
     raw: Logits
     edited: Logits
     top: int
-    draw: Draw | None
+    draw: LogitDraw | None
 
     @property
     def processed(self) -> Values:
         """The logits that the token is drawn from: ``[vocab]``."""
         return self.edited if self.draw is None else self.draw.processed
-
-
-def target_tokens(targets: Sequence[Target]) -> list[int]:
-    """The target's own token at each position."""
-    drawn = iter(draw_tokens([target.draw for target in targets if target.draw is not None]))
-    return [target.top if target.draw is None else next(drawn) for target in targets]
 
 
 class Sampler:
@@ -72,8 +66,11 @@ class Sampler:
         vocab_size: int,
         logprobs_mode: LogprobsMode | str = LogprobsMode.RAW,
         state: SamplingState | None = None,
+        drawer: Drawer = draw_tokens,
     ) -> None:
+        """``drawer`` places the draws; `native_draw.NativeDrawer` does it in compiled code."""
         self.vocab_size = vocab_size
+        self.drawer = drawer
         self.logprobs_mode = LogprobsMode(logprobs_mode)
         self.state = SamplingState() if state is None else state
 
@@ -81,8 +78,13 @@ class Sampler:
         """``[rows, vocab]`` → one token per row. ``logits`` is only read."""
         table = self.host(logits, len(rows))
         targets = [self.target(raw, row) for raw, row in zip(table, rows, strict=True)]
-        tokens = target_tokens(targets)
+        tokens = self.tokens(targets)
         return [self.report(target, token) for target, token in zip(targets, tokens, strict=True)]
+
+    def tokens(self, targets: Sequence[Target]) -> list[int]:
+        """The target's own token at each position."""
+        drawn = iter(self.drawer([one.draw for one in targets if one.draw is not None]))
+        return [one.top if one.draw is None else next(drawn) for one in targets]
 
     def host(self, logits: torch.Tensor, count: int) -> Logits:
         """The logits on the host, each row contiguous; no copy where they are so already."""
@@ -96,11 +98,8 @@ class Sampler:
         are no numbers."""
         edited = edit(raw, row, self.state)
         top, maximum = top_value(edited, row)
-        params = row.request.params
-        if params.greedy:
-            return Target(row, raw, edited, top, None)
-        scaled = scale(edited, maximum, params.temperature)
-        return Target(row, raw, edited, top, Draw(row, scaled, truncate(edited, scaled, params)))
+        draw = None if row.request.params.greedy else LogitDraw(row, edited, maximum)
+        return Target(row, raw, edited, top, draw)
 
     def report(self, target: Target, token: int) -> SampledToken:
         """A token that stands at the target's position, with what its request wants to know."""

@@ -18,6 +18,7 @@ from drumline.ops import load_ops
 from drumline.ops.base import Ops, PagedBatch
 from drumline.sampling.accept import Verifier
 from drumline.sampling.draft import DraftSampler
+from drumline.sampling.draw import Drawer, draw_tokens
 from drumline.sampling.sampler import Sampler
 from drumline.worker.speculator import Speculator
 from drumline.worker.worker import Worker
@@ -32,7 +33,8 @@ def load_worker(resolved: Resolved, checkpoint: Checkpoint) -> Worker:
     """Loads weights and allocates the caches, ``resolved.kv_cache_bytes`` of them in all."""
     torch.set_num_threads(resolved.threads)
     ops = load_ops(resolved.ops_backend, resolved.device)
-    sampler = Sampler(checkpoint.config.vocab_size, resolved.config.model.logprobs_mode)
+    mode = resolved.config.model.logprobs_mode
+    sampler = Sampler(checkpoint.config.vocab_size, mode, drawer=make_drawer(ops, resolved.threads))
     with torch.inference_mode():
         module = model_module(checkpoint.config.model_type)
         model: TargetModel = module.Model(
@@ -54,6 +56,17 @@ def load_worker(resolved: Resolved, checkpoint: Checkpoint) -> Worker:
     return Worker(model, ops, cache, verifier, speculator)
 
 
+def make_drawer(ops: Ops, threads: int) -> Drawer:
+    """What turns scores and random bits into tokens: compiled where the operations are."""
+    if ops.name != "native":
+        return draw_tokens
+    from drumline.ops.native import NativeOps  # only where the native module is there
+    from drumline.sampling.native_draw import NativeDrawer
+
+    assert isinstance(ops, NativeOps)
+    return NativeDrawer(ops.path, threads)
+
+
 def load_speculator(
     resolved: Resolved, checkpoint: Checkpoint, model: TargetModel, ops: Ops, sampler: Sampler
 ) -> Speculator:
@@ -67,7 +80,7 @@ def load_speculator(
     ) -> DraftSampler:
         # One history for drafts and target: it is the same, but for its end.
         method = settings.draft_sample_method
-        return DraftSampler(vocab, method, sharpening, token_table, sampler.state)
+        return DraftSampler(vocab, method, sharpening, token_table, sampler.state, sampler.drawer)
 
     ledger = PassLedger()
     drafter = load_drafter(

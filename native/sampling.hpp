@@ -1,0 +1,36 @@
+// Gumbel-max draws from rows of logits: the compiled twin of sampling/draw.py and processors.py.
+//
+// A row gives its token by the same rules as there: scaled = (logit - maximum) / temperature, what
+// min_p, top_k and top_p leave, and the largest of scaled * sharpening + noise, ties to the lowest
+// place. Random bits are the same integers (Philox4x32-10 by seed, position, sample and purpose).
+// Exponentials and logarithms are computed here, so a draw has the same bits on every processor.
+// Knows rows of numbers and keys; no requests and no histories.
+#pragma once
+
+#include <cstdint>
+
+#include "linear.hpp"
+
+namespace drumline {
+
+struct DrawJob {
+    const float* logits = nullptr;  // [count], what bans and penalties left; the maximum is finite
+    std::int64_t count = 0;
+    const std::int64_t* table = nullptr;  // [count] token id of each place, ascending; null: itself
+    double maximum = 0;
+    double temperature = 1;
+    double floor = 0;  // keep scaled >= floor; -infinity keeps all (log of min_p)
+    double top_p = 1;
+    double sharpening = 1;
+    std::int64_t top_k = 0;  // 0: no limit
+    std::uint32_t key[2] = {0, 0};
+    std::uint32_t position = 0;
+    std::uint32_t sample = 0;
+    std::uint32_t purpose = 0;
+};
+
+// The place each job draws, in `places` [jobs]. Rows are spread over threads.
+void draw_places(const DrawJob* jobs, std::int64_t count, std::int64_t* places, int threads,
+                 Path path);
+
+}  // namespace drumline
