@@ -313,10 +313,11 @@ DRUMLINE_INLINE void keep_nucleus(const DrawJob& job, bool any, Scratch& scratch
     if (!any) {
         kept.clear();
     }
-    double target = any ? 0.0 : job.top_p * mass_of_all(job);
+    double mass = any ? 0.0 : mass_of_all(job);
     for (const std::int32_t place : kept) {
-        target = target + job.top_p * exp1d(scaled(job, place));
+        mass = mass + exp1d(scaled(job, place));
     }
+    const double target = job.top_p * mass;
     for (const double depth : depths) {
         if (!any) {
             kept.clear();

@@ -64,7 +64,7 @@ def make_draw(
     count=st.sampled_from([1, 2, 7, 31, 32, 33, 100, 128, 511, 4099]),
     spread=st.sampled_from([0.0, 0.5, 3.0, 20.0, 1e30]),
 )
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_places_are_those_of_the_numpy_form(
     path: str, seed: int, params: SamplingParams, count: int, spread: float
 ) -> None:
