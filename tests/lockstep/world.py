@@ -1,0 +1,439 @@
+"""Replicas that agree, as threads of which one runs at a time, on a clock of their own.
+
+`Baton` hands the turn on by a seeded choice, at every place where a rank could be overtaken. When
+nobody can run, the earliest deadline passes; when nobody has one, the world stands still, and that
+is an assertion that fails and says who waits for what. So a run is a function of its seed, and no
+test waits for time.
+
+`World` has the real scheduler, conductor, replica and leader on every rank, a hash for a model
+(`tests/scheduler/world.py`), and collectives that only come to their end when all members of the
+group issue the same one.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from drumline.core.errors import Diverged, RankLost
+from drumline.core.ledger import Entry, Ledger
+from drumline.core.plan import Event, StepPlan, StepResult
+from drumline.core.request import FinishReason, Request
+from drumline.core.traits import Collective, DrafterTraits, ModelTraits, PerToken
+from drumline.fleet.leader import Leader, Life
+from drumline.fleet.replica import Arrivals, Replica
+from drumline.kvcache import BlockPool
+from drumline.lockstep.conductor import Deadlines, GroupConductor
+from drumline.lockstep.decide import Rules
+from drumline.lockstep.local import LocalGroup, LocalWakes
+from drumline.lockstep.mutants import Mutant, MutantConductor
+from drumline.lockstep.script import build_script
+from drumline.scheduler import DraftLength, Scheduler, SchedulerSettings, TokenFinish
+
+from ..scheduler.world import HashWorker, alone
+
+TARGET = ModelTraits(
+    body=(
+        Collective("all_gather", "ep", (PerToken(), 8)),
+        Collective("all_to_all", "ep", (PerToken(2), 8)),
+    )
+)
+DRAFT = ModelTraits(body=(Collective("all_gather", "ep", (PerToken(), 4)),))
+MTP = DrafterTraits("mtp", True, True, True, first_pass=DRAFT, later_pass=DRAFT)
+STATELESS = DrafterTraits("tests", True, False, first_pass=DRAFT, later_pass=DRAFT)
+DENSE = DrafterTraits("dense", True, True)
+NGRAM = DrafterTraits("ngram")
+
+
+class Stuck(AssertionError):
+    """Nobody can run, and no deadline is left to pass."""
+
+
+class Over(BaseException):
+    """The world ends; a thread that still waits unwinds."""
+
+
+@dataclass
+class Task:
+    name: str
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    ready: Callable[[], bool] | None = None
+    deadline: float | None = None
+    what: str = ""
+    timed_out: bool = False
+    done: bool = False
+    error: BaseException | None = None
+
+
+class Baton:
+    """Runs tasks one at a time. ``timeouts`` counts deadlines that passed."""
+
+    def __init__(self, seed: int, turn_limit: int = 200_000) -> None:
+        self.time = 0.0
+        self.timeouts = 0
+        self.turns = 0
+        self._turn_limit = turn_limit
+        self._random = random.Random(seed)
+        self._tasks: list[Task] = []
+        self._threads: list[threading.Thread] = []
+        self._back = threading.Semaphore(0)
+        self._current: Task | None = None
+        self._over = False
+
+    def now(self) -> float:
+        return self.time
+
+    def spawn(self, name: str, body: Callable[[], None]) -> None:
+        task = Task(name)
+
+        def run() -> None:
+            task.turn.acquire(timeout=60)
+            try:
+                if not self._over:
+                    body()
+            except Over:
+                pass
+            except BaseException as error:
+                task.error = error
+            task.done = True
+            self._back.release()
+
+        self._tasks.append(task)
+        self._threads.append(threading.Thread(target=run, name=name, daemon=True))
+
+    def run(self) -> None:
+        """Until all tasks are done. Raises `Stuck`, or what a task raised."""
+        for thread in self._threads:
+            thread.start()
+        try:
+            while any(not task.done for task in self._tasks):
+                self._give(self._next())
+                if self._current is not None and self._current.error is not None:
+                    raise self._current.error
+        finally:
+            self._over = True
+            for task, thread in zip(self._tasks, self._threads, strict=True):
+                if not task.done:
+                    task.turn.release()
+                thread.join(timeout=10)
+
+    def _next(self) -> Task:
+        self.turns += 1
+        assert self.turns <= self._turn_limit, "never ends"
+        open_tasks = [task for task in self._tasks if not task.done]
+        able = [task for task in open_tasks if task.ready is None or task.ready()]
+        if able:
+            return self._random.choice(able)
+        timed = [task for task in open_tasks if task.deadline is not None]
+        if not timed:
+            raise Stuck("; ".join(f"{task.name} waits for {task.what}" for task in open_tasks))
+        first = min(timed, key=lambda task: task.deadline or 0.0)
+        assert first.deadline is not None
+        self.time = max(self.time, first.deadline)
+        self.timeouts += 1
+        first.timed_out = True
+        return first
+
+    def _give(self, task: Task) -> None:
+        self._current = task
+        task.ready = None
+        task.turn.release()
+        assert self._back.acquire(timeout=60), f"{task.name} does not hand on"
+
+    # ---- called by the task that has the turn --------------------------------------------
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> bool:
+        """As `Waiter.wait`; others may run before, even if it is ready."""
+        task = self._current
+        assert task is not None
+        task.ready, task.what = ready, what
+        task.deadline = None if timeout is None else self.time + timeout
+        task.timed_out = False
+        self._back.release()
+        task.turn.acquire(timeout=60)
+        if self._over:
+            raise Over
+        task.deadline = None
+        return not task.timed_out
+
+    def notify(self) -> None:
+        """Whoever can run is looked for at every turn."""
+
+    def pass_on(self) -> None:
+        self.wait(lambda: True, None, "its turn")
+
+    def until(self, ready: Callable[[], bool], what: str) -> None:
+        self.wait(ready, None, what)
+
+
+class Meeting:
+    """Collectives of one group: the i-th of each member must be the same, and ends for all."""
+
+    def __init__(self, ranks: Sequence[int], baton: Baton, timeout: float) -> None:
+        self.ranks = ranks
+        self.baton = baton
+        self.timeout = timeout
+        self.gone: dict[int, str] = {}
+        self._came: dict[int, list[Entry]] = {rank: [] for rank in ranks}
+
+    def meet(self, rank: int, step: int, entry: Entry) -> None:
+        own = self._came[rank]
+        own.append(entry)
+        number = len(own) - 1
+
+        def missing() -> list[int]:
+            return [other for other in self.ranks if len(self._came[other]) <= number]
+
+        def ready() -> bool:
+            lost = missing()
+            return not lost or any(other in self.gone for other in lost)
+
+        came = self.baton.wait(ready, self.timeout, f"{entry} of step {step}")
+        lost = [other for other in missing() if not came or other in self.gone]
+        if lost:
+            reason = self.gone.get(lost[0], f"has not come within {self.timeout:g} s")
+            where = f"draft pass {entry.part}" if entry.phase == "draft" else entry.phase
+            raise RankLost(lost[0], step, where, str(entry), reason)
+        said = [(other, str(self._came[other][number])) for other in self.ranks]
+        if len({text for _, text in said}) > 1:
+            raise Diverged("operation", said, step)
+
+
+class Member:
+    """One rank, which leads itself: everything it has, and its thread's loop."""
+
+    def __init__(self, world: World, rank: int, options: Options) -> None:
+        self.world = world
+        self.rank = rank
+        self.options = options
+        self.requests: list[Request] = []
+        self.cancelled: list[int] = []
+        self.inbox: list[Callable[[], None]] = []
+        self.events: list[Event] = []
+        self.plans: list[StepPlan] = []
+        self.log: dict[int, list[Entry]] = defaultdict(list)
+        self.inside = False  # a step is under way
+        self.faults: dict[int, Exception] = {}  # step: what breaks in it
+        self.pool = BlockPool(options.block_count, 4)
+        settings = SchedulerSettings(
+            max_model_len=64,
+            max_num_seqs=options.seats,
+            max_num_batched_tokens=16,
+            num_speculative_tokens=options.k,
+            drafter_range=options.drafter_range,
+        )
+        length = None if options.length is None else options.length()
+        self.scheduler = Scheduler(settings, self.pool, length)
+        self.worker = HashWorker(self.pool, options.skill, seed=rank)
+        self.ledger = Ledger.in_memory(rank)
+        rules = Rules.of(options.k, options.drafter, options.adaptive, options.buckets)
+        conductor = GroupConductor(
+            world.group.member(rank),
+            rules,
+            self.ledger,
+            config_digest=options.digests.get(rank, 7),
+            drafter=options.drafter,
+            deadlines=Deadlines(2.0),
+        )
+        self.conductor = conductor
+        sealing = MutantConductor(conductor, options.mutants, options.gate_limit)
+        self.mutant = sealing
+        self.replica = Replica(
+            scheduler=self.scheduler,
+            conductor=sealing if options.mutants else conductor,
+            executor=self,
+            intake=self,
+            emitter=self,
+            finish=TokenFinish(),
+            clock=world.baton,
+        )
+        self.leader = Leader(self.replica, conductor, world.wakes[rank], self.pending)
+
+    # ---- seams ---------------------------------------------------------------------------
+
+    def pending(self) -> bool:
+        return bool(self.requests or self.cancelled)
+
+    def take(self, limit: int) -> Arrivals:
+        self.world.baton.pass_on()
+        requests, self.requests = self.requests[:limit], self.requests[limit:]
+        cancelled, self.cancelled = self.cancelled, []
+        return Arrivals(tuple(requests), tuple(cancelled))
+
+    def emit(self, events: Sequence[Event]) -> None:
+        self.events += events
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.inside = True
+        self.plans.append(plan)
+        script = build_script(plan, TARGET, self.options.drafter)
+        for one in script:
+            self.ledger.enter(one.phase, one.part)
+            if one.phase == "target":
+                result = self.worker.execute(plan)
+            if plan.step in self.faults:
+                raise self.faults[plan.step]
+            for entry in one.body:
+                shape = tuple(extent for extent in entry.shape if isinstance(extent, int))
+                ticket = self.ledger.issue(entry.operation, entry.group, shape, entry.dtype)
+                self.world.meeting.meet(self.rank, plan.step, self.ledger.leave()[-1])
+                self.ledger.complete(ticket)
+            issued = self.ledger.leave()
+            one.check(issued, self.rank, plan.step)
+            self.log[plan.step] += issued
+        self.ledger.end()
+        self.inside = False
+        return result
+
+    # ---- its thread ----------------------------------------------------------------------
+
+    def live(self) -> None:
+        leader = self.leader
+        try:
+            while leader.life is not Life.GONE:
+                if leader.rests:
+                    self.world.baton.until(self._something, f"work ({leader.life})")
+                if leader.rests and self.world.errors:
+                    break  # every wait watches the supervisor's pipe, a sleeper's too
+                while self.inbox:
+                    self.inbox.pop(0)()
+                    self.world.baton.pass_on()
+                leader.turn()
+            self.world.left(self.rank, "has left")
+        except Exception as error:
+            self.world.left(self.rank, str(error))
+            self.world.errors[self.rank] = error
+            if not self.world.expects_errors:
+                raise
+
+    def _something(self) -> bool:
+        if self.leader.life is Life.PAUSED or self.world.errors:
+            return bool(self.inbox or self.world.errors)
+        return bool(self.inbox or self.pending() or self.world.wakes[self.rank].inbox)
+
+    def tokens(self, number: int) -> tuple[int, ...]:
+        return tuple(t for event in self.events if event.number == number for t in event.tokens)
+
+    def reasons(self, number: int) -> list[FinishReason]:
+        return [e.finish_reason for e in self.events if e.number == number and e.finish_reason]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a world is made of; every rank alike but for ``digests``."""
+
+    dp: int = 2
+    k: int = 3
+    drafter: DrafterTraits | None = MTP
+    length: Callable[[], DraftLength] | None = None
+    adaptive: bool = False
+    buckets: tuple[int, ...] = ()
+    skill: float = 0.5
+    seats: int = 4
+    block_count: int = 64
+    drafter_range: int | None = None
+    gate_limit: int = 64
+    mutants: frozenset[Mutant] = frozenset()
+    digests: dict[int, int] = field(default_factory=dict)
+
+
+class World:
+    """An agreement group and whoever uses it (`play`), from one seed."""
+
+    def __init__(self, seed: int = 0, *, expects_errors: bool = False, **options: Any) -> None:
+        self.options = Options(**options)
+        self.baton = Baton(seed)
+        self.expects_errors = expects_errors
+        self.errors: dict[int, Exception] = {}
+        ranks = range(self.options.dp)
+        self.group = LocalGroup(ranks, self.baton)
+        self.wakes = LocalWakes.connect(self.options.dp, self.baton)
+        self.meeting = Meeting(ranks, self.baton, timeout=2.0)
+        self.members = [Member(self, rank, self.options) for rank in ranks]
+        self.sent: dict[int, tuple[int, Request]] = {}
+        self.cancelled: set[int] = set()
+
+    def left(self, rank: int, why: str) -> None:
+        self.group.leave(rank, why)
+        self.meeting.gone[rank] = why
+
+    def send(self, rank: int, request: Request) -> None:
+        self.sent[request.number] = (rank, request)
+        self.members[rank].requests.append(request)
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.add(number)
+        self.members[self.sent[number][0]].cancelled.append(number)
+
+    def tell(self, rank: int, what: Callable[[Leader], None]) -> Callable[[], bool]:
+        """Puts a word into a leader's inbox; returns whether it was heard; one who has
+        left needs no telling."""
+        heard: list[bool] = []
+        leader = self.members[rank].leader
+
+        def hear() -> None:
+            what(leader)
+            heard.append(True)
+
+        self.members[rank].inbox.append(hear)
+        return lambda: bool(heard) or leader.life is Life.GONE
+
+    def tell_all(self, what: Callable[[Leader], None], order: Sequence[int] | None = None) -> None:
+        """To every leader, one after the other; waits until all have heard it."""
+        heard = []
+        for rank in order or range(self.options.dp):
+            heard.append(self.tell(rank, what))
+            self.baton.pass_on()
+        self.baton.until(lambda: all(one() for one in heard), "leaders to hear")
+
+    def pause(self, order: Sequence[int] | None = None) -> None:
+        self.tell_all(Leader.pause, order)
+        self.baton.until(lambda: all(m.leader.paused for m in self.members), "the pause")
+
+    def quiet(self) -> None:
+        """Waits until every request has ended and all sleep."""
+        self.baton.until(
+            lambda: all(m.leader.life is Life.ASLEEP and not m.pending() for m in self.members),
+            "all to sleep",
+        )
+
+    def play(self, script: Callable[[World], None], stops: bool = True) -> World:
+        """Runs the ranks and ``script`` beside each other, and stops the ranks after it."""
+
+        def supervise() -> None:
+            script(self)
+            if stops and not self.expects_errors:
+                self.quiet()
+                self.tell_all(Leader.stop)
+
+        for member in self.members:
+            self.baton.spawn(f"rank {member.rank}", member.live)
+        self.baton.spawn("supervisor", supervise)
+        self.baton.run()
+        return self
+
+    # ---- the laws ------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Standard checks: all ended, tokens right, equal logs, one exchange each, blocks back."""
+        assert self.baton.timeouts == 0, "a deadline passed"
+        for number, (rank, request) in self.sent.items():
+            member = self.members[rank]
+            told, whole = (member.tokens(number), *member.reasons(number)), alone(request)
+            if number in self.cancelled and told != whole:
+                whole = (whole[0][: len(told[0])], FinishReason.ABORT)
+            assert told == whole
+        first = self.members[0]
+        for member in self.members:
+            assert member.log == first.log, "collective logs differ"
+            assert member.conductor.exchange_count == first.conductor.exchange_count
+            assert member.conductor.exchange_count == member.conductor.next_step
+            assert [p.draft_k for p in member.plans] == [p.draft_k for p in first.plans]
+            assert [p.step for p in member.plans] == [p.step for p in first.plans]
+            assert member.replica.draft_length_histogram == first.replica.draft_length_histogram
+            assert member.pool.used_count == 0
+            assert not member.scheduler.has_work
