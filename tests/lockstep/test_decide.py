@@ -143,9 +143,7 @@ FOUR = st.lists(st.integers(1, 10**6), min_size=4, max_size=4)
 
 @given(
     votes=st.lists(
-        st.tuples(
-            st.lists(NUMBERS, min_size=4, max_size=4), st.lists(NUMBERS, min_size=4, max_size=4)
-        ),
+        st.tuples(FOUR, FOUR),
         min_size=1,
         max_size=4,
     ),
