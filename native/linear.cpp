@@ -1,11 +1,11 @@
 #include "linear.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <stdexcept>
 
 #include "cpu_features.hpp"
@@ -33,200 +33,72 @@ bool path_available(Path path) {
         case Path::avx2:
             return has(features, "avx2") && has(features, "fma") && has(features, "f16c");
         case Path::avx512_vnni:
-            return path_available(Path::avx2) && has(features, "avx512_vnni") &&
-                   has(features, "avx512vl");
+            return path_available(Path::avx2) && has(features, "avx512f") &&
+                   has(features, "avx512bw") && has(features, "avx512vl") &&
+                   has(features, "avx512_vnni");
     }
     return false;
 }
 
-struct RawLayout {
-    std::int64_t columns;  // per block; 1 for plain numbers
-    std::size_t bytes;
-};
+using KernelChoice = Kernels (*)(WeightKind, bool);
 
-RawLayout raw_layout(WeightKind kind) {
-    switch (kind) {
-        case WeightKind::q4_0:
-            return {32, 18};
-        case WeightKind::q4_1:
-            return {32, 20};
-        case WeightKind::q8_0:
-            return {32, 34};
-        case WeightKind::f32:
-            return {1, 4};
-        case WeightKind::f16:
-        case WeightKind::bf16:
-            return {1, 2};
+KernelChoice choice(Path path) {
+    switch (path) {
+        case Path::portable:
+            return portable::kernels;
+        case Path::avx2:
+            return avx2::kernels;
+        case Path::avx512_vnni:
+            return avx512_vnni::kernels;
     }
-    throw std::invalid_argument("unknown weight kind");
+    throw std::invalid_argument("unknown path");
 }
 
-std::size_t packed_group_bytes(WeightKind kind, std::int64_t columns) {
-    const auto blocks = static_cast<std::size_t>(columns / block_columns);
-    switch (kind) {
-        case WeightKind::q4_0:
-        case WeightKind::q4_1:
-            return blocks * q4_block_bytes;
-        case WeightKind::q8_0:
-            return blocks * q8_block_bytes;
-        default:
-            return static_cast<std::size_t>(columns) * group_outputs * raw_layout(kind).bytes;
+std::int64_t number_bytes(Numbers numbers) {
+    switch (numbers) {
+        case Numbers::none:
+            return 0;
+        case Numbers::bytes:
+            return 1;
+        case Numbers::pairs:
+        case Numbers::words:
+        case Numbers::swapped:
+            return 2;
     }
+    return 0;
 }
 
-float half_to_float(std::uint16_t half) {
-    const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000U) << 16;
-    std::uint32_t exponent = (half >> 10) & 0x1FU;
-    std::uint32_t mantissa = half & 0x3FFU;
-    std::uint32_t bits = 0;
-    if (exponent == 0x1FU) {
-        bits = sign | 0x7F800000U | (mantissa << 13);
-    } else if (exponent != 0) {
-        bits = sign | ((exponent + 112U) << 23) | (mantissa << 13);
-    } else if (mantissa != 0) {
-        exponent = 113;
-        while ((mantissa & 0x400U) == 0) {
-            mantissa <<= 1;
-            --exponent;
-        }
-        bits = sign | (exponent << 23) | ((mantissa & 0x3FFU) << 13);
-    } else {
-        bits = sign;
-    }
-    float out = 0;
-    std::memcpy(&out, &bits, sizeof out);
-    return out;
+// As few tiles as possible, and of those the most even: 9 rows are 5 and 4, not 8 and 1.
+std::int64_t even_tile(std::int64_t rows, std::int64_t most) {
+    const std::int64_t tiles = (rows + most - 1) / most;
+    return (rows + tiles - 1) / tiles;
 }
 
-// -8 * d as a half: exact unless it overflows or d is subnormal enough to matter; it is only a
-// shift of the exponent. Zero stays zero.
-std::uint16_t minus_eight_times(std::uint16_t half) {
-    const std::uint16_t magnitude = half & 0x7FFFU;
-    const auto sign = static_cast<std::uint16_t>((half & 0x8000U) ^ 0x8000U);
-    if (magnitude == 0) {
-        return sign;
-    }
-    if (magnitude < 0x0400U) {  // subnormal: multiply by shifting; may become normal
-        std::uint32_t exponent = 1;
-        std::uint32_t mantissa = static_cast<std::uint32_t>(magnitude) << 3;
-        while (mantissa >= 0x800U) {
-            mantissa >>= 1;
-            ++exponent;
-        }
-        if (mantissa < 0x400U) {
-            return sign | static_cast<std::uint16_t>(mantissa);
-        }
-        return sign | static_cast<std::uint16_t>((exponent << 10) | (mantissa & 0x3FFU));
-    }
-    if (magnitude >= 0x7000U) {
-        throw std::invalid_argument("a Q4_0 scale is too large to repack");
-    }
-    return sign | static_cast<std::uint16_t>(magnitude + (3U << 10));
-}
-
-void put_half(std::uint8_t* at, std::uint16_t value) { std::memcpy(at, &value, sizeof value); }
-
-std::uint16_t get_half(const std::uint8_t* at) {
-    std::uint16_t value = 0;
-    std::memcpy(&value, at, sizeof value);
-    return value;
-}
-
-// One output's block of 32 nibbles (q4_0: element i low, i + 16 high, both kinds) → its bytes in
-// the interleaved group: byte v*32 + o*4 + i holds column 8v + i low and 8v + 4 + i high.
-void place_q4(std::uint8_t* block, int output, std::uint16_t d, std::uint16_t m,
-              const std::uint8_t* nibbles) {
-    put_half(block + 2 * output, d);
-    put_half(block + 16 + 2 * output, m);
-    std::uint8_t column[32];
-    for (int i = 0; i < 16; ++i) {
-        column[i] = nibbles[i] & 15U;
-        column[i + 16] = nibbles[i] >> 4;
-    }
-    for (int v = 0; v < 4; ++v) {
-        for (int i = 0; i < 4; ++i) {
-            block[32 + v * 32 + output * 4 + i] =
-                static_cast<std::uint8_t>(column[8 * v + i] | (column[8 * v + 4 + i] << 4));
-        }
-    }
-}
-
-void place_q8(std::uint8_t* block, int output, const std::uint8_t* raw) {
-    put_half(block + 2 * output, get_half(raw));
-    for (int g = 0; g < 8; ++g) {
-        std::memcpy(block + 16 + g * 32 + output * 4, raw + 2 + 4 * g, 4);
-    }
-}
-
-void pack_row(WeightKind kind, const std::uint8_t* raw, std::uint8_t* group, int output,
-              std::int64_t columns) {
-    const RawLayout layout = raw_layout(kind);
-    if (layout.columns == 1) {
-        for (std::int64_t k = 0; k < columns; ++k) {
-            std::memcpy(group + (k * group_outputs + output) * layout.bytes, raw + k * layout.bytes,
-                        layout.bytes);
-        }
-        return;
-    }
-    for (std::int64_t b = 0; b < columns / block_columns; ++b, raw += layout.bytes) {
-        switch (kind) {
-            case WeightKind::q4_0:
-                place_q4(group + b * q4_block_bytes, output, get_half(raw),
-                         minus_eight_times(get_half(raw)), raw + 2);
-                break;
-            case WeightKind::q4_1:
-                place_q4(group + b * q4_block_bytes, output, get_half(raw), get_half(raw + 2),
-                         raw + 4);
-                break;
-            default:
-                place_q8(group + b * q8_block_bytes, output, raw);
-        }
-    }
-}
+// Rows whose activations stay in the second-level cache while weights pass by.
+constexpr std::int64_t panel_bytes = 256 * 1024;
 
 std::int64_t checked_columns(WeightKind kind, std::int64_t outputs, std::int64_t columns) {
     if (outputs < 1 || columns < 1) {
         throw std::invalid_argument("a weight needs at least one output and one column");
     }
-    if (columns % raw_layout(kind).columns != 0) {
-        throw std::invalid_argument("a quantized weight's columns come in whole blocks of 32");
+    const std::int64_t block = packed_layout(kind).raw_columns;
+    if (columns % block != 0) {
+        throw std::invalid_argument("a quantized weight's columns come in whole blocks of " +
+                                    std::to_string(block) + ", not " + std::to_string(columns));
     }
     return columns;
 }
 
-using GroupKernel = void (*)(const GroupJob&);
-
-GroupKernel choose(WeightKind kind, Path path) {
-    const int row = path == Path::portable ? 0 : path == Path::avx2 ? 1 : 2;
-    static constexpr GroupKernel q4[] = {portable::q4, avx2::q4, avx512_vnni::q4};
-    static constexpr GroupKernel q8[] = {portable::q8, avx2::q8, avx512_vnni::q8};
-    static constexpr GroupKernel f32[] = {portable::f32, avx2::f32, avx2::f32};
-    static constexpr GroupKernel f16[] = {portable::f16, avx2::f16, avx2::f16};
-    static constexpr GroupKernel bf16[] = {portable::bf16, avx2::bf16, avx2::bf16};
-    switch (kind) {
-        case WeightKind::q4_0:
-        case WeightKind::q4_1:
-            return q4[row];
-        case WeightKind::q8_0:
-            return q8[row];
-        case WeightKind::f32:
-            return f32[row];
-        case WeightKind::f16:
-            return f16[row];
-        case WeightKind::bf16:
-            return bf16[row];
-    }
-    throw std::invalid_argument("unknown weight kind");
+std::int64_t total(const std::vector<std::int64_t>& outputs) {
+    return std::accumulate(outputs.begin(), outputs.end(), std::int64_t{0});
 }
 
 }  // namespace
 
-float load_half(const std::uint8_t* at) { return half_to_float(get_half(at)); }
-
 WeightKind weight_kind(const std::string& name) {
     static const std::pair<const char*, WeightKind> names[] = {
         {"Q4_0", WeightKind::q4_0}, {"Q4_1", WeightKind::q4_1}, {"Q8_0", WeightKind::q8_0},
-        {"F32", WeightKind::f32},   {"F16", WeightKind::f16},   {"BF16", WeightKind::bf16}};
+        {"Q4_K", WeightKind::q4_k}, {"Q6_K", WeightKind::q6_k}, {"F32", WeightKind::f32},   {"F16", WeightKind::f16},   {"BF16", WeightKind::bf16}};
     for (const auto& [known, kind] : names) {
         if (name == known) {
             return kind;
@@ -282,50 +154,105 @@ AlignedBytes::AlignedBytes(std::size_t size) : data_(nullptr), size_(size) {
 
 AlignedBytes::~AlignedBytes() { std::free(data_); }
 
-PackedLinear::PackedLinear(WeightKind kind, const std::uint8_t* raw, std::int64_t outputs,
-                           std::int64_t columns)
+void Activations::quantize(const float* x, std::int64_t row_count, std::int64_t width,
+                           std::int64_t x_stride, const ActivationLayout& wanted, int threads,
+                           Path path) {
+    rows = row_count;
+    columns = width;
+    layout = wanted;
+    layout.tile = static_cast<int>(even_tile(rows, wanted.tile));
+    const std::int64_t blocks = columns / block_columns;
+    const auto room = [](auto& numbers, std::int64_t count) {
+        if (numbers.size() < static_cast<std::size_t>(count)) {
+            numbers.resize(static_cast<std::size_t>(count));
+        }
+    };
+    room(q, rows * columns * number_bytes(layout.numbers));
+    room(scale, rows * blocks);
+    room(scaled_sum, rows * blocks);
+    room(offset, rows * blocks * layout.halves);
+    const RowQuantizer quantize_row =
+        path == Path::portable ? portable::quantize_row : avx2::quantize_row;
+    // Rows are quantized apart from each other, so who does which does not matter.
+    const int parts = rows >= 8 ? threads : 1;
+    struct Job {
+        const float* x;
+        std::int64_t x_stride;
+        RowQuantizer quantize_row;
+        int parts;
+    } const job{x, x_stride, quantize_row, parts};
+    const auto body = [this, &job](int part) {
+        for (std::int64_t r = rows * part / job.parts; r < rows * (part + 1) / job.parts; ++r) {
+            job.quantize_row(job.x + r * job.x_stride, layout, r, *this);
+        }
+    };
+    Pool::instance().run(threads, parts, body);
+}
+
+PackedLinear::PackedLinear(WeightKind kind, const std::vector<const std::uint8_t*>& raw,
+                           const std::vector<std::int64_t>& outputs, std::int64_t columns)
     : kind_(kind),
-      outputs_(outputs),
-      columns_(checked_columns(kind, outputs, columns)),
-      groups_((outputs + group_outputs - 1) / group_outputs),
+      outputs_(total(outputs)),
+      columns_(checked_columns(kind, outputs_, columns)),
+      groups_((outputs_ + group_outputs - 1) / group_outputs),
       group_bytes_(packed_group_bytes(kind, columns)),
       bytes_(static_cast<std::size_t>(groups_) * group_bytes_) {
-    const RawLayout layout = raw_layout(kind);
-    const std::size_t row_bytes = static_cast<std::size_t>(columns / layout.columns) * layout.bytes;
-    for (std::int64_t o = 0; o < outputs; ++o) {
-        std::uint8_t* group = bytes_.data() + (o / group_outputs) * group_bytes_;
-        pack_row(kind, raw + o * row_bytes, group, static_cast<int>(o % group_outputs), columns);
+    const PackedLayout layout = packed_layout(kind);
+    const std::size_t row_bytes =
+        static_cast<std::size_t>(columns / layout.raw_columns) * layout.raw_bytes;
+    std::int64_t at = 0;
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+        for (std::int64_t o = 0; o < outputs[i]; ++o, ++at) {
+            pack_row(kind, raw[i] + o * row_bytes,
+                     bytes_.data() + (at / group_outputs) * group_bytes_,
+                     static_cast<int>(at % group_outputs), columns);
+        }
     }
 }
 
 bool PackedLinear::quantized() const {
-    return kind_ == WeightKind::q4_0 || kind_ == WeightKind::q4_1 || kind_ == WeightKind::q8_0;
+    return kind_ != WeightKind::f32 && kind_ != WeightKind::f16 && kind_ != WeightKind::bf16;
 }
 
-void PackedLinear::quantize(const float* x, std::int64_t rows, std::int64_t x_stride, int threads,
-                            Path path, bool fine, QuantizedRows& to) const {
-    const std::int64_t planes = fine ? 2 : 1;
-    to.resize(rows * planes, columns_);
-    const auto quantize_row = path == Path::portable ? portable::quantize_row : avx2::quantize_row;
-    // Rows are quantized apart from each other, so who does which does not matter.
-    const int parts = rows >= 8 ? threads : 1;
-    const std::int64_t share = (rows + parts - 1) / parts;
-    Pool::instance().run(threads, parts, [&](int part) {
-        std::vector<float> rest(static_cast<std::size_t>(fine ? columns_ : 0));
-        const std::int64_t end = std::min(rows, (part + 1) * share);
-        for (std::int64_t r = part * share; r < end; ++r) {
-            const float* row = x + r * x_stride;
-            quantize_row(row, columns_, to, r * planes);
-            if (fine) {
-                const std::int8_t* q = to.q.data() + r * planes * columns_;
-                const float* scale = to.scale.data() + r * planes * (columns_ / block_columns);
-                for (std::int64_t k = 0; k < columns_; ++k) {
-                    rest[k] = row[k] - scale[k / block_columns] * static_cast<float>(q[k]);
+ActivationLayout PackedLinear::layout(Path path, bool fine) const {
+    return choice(path)(kind_, fine).layout;
+}
+
+void PackedLinear::multiply_groups(std::int64_t first, std::int64_t last, const float* x,
+                                   std::int64_t rows, std::int64_t x_stride,
+                                   const Activations& activations, float* out,
+                                   std::int64_t out_stride, Path path, bool fine) const {
+    const Kernels kernels = choice(path)(kind_, fine);
+    const std::int64_t tile =
+        quantized() ? activations.layout.tile : even_tile(rows, kernels.layout.tile);
+    const std::int64_t number = number_bytes(kernels.layout.numbers);
+    const std::int64_t row_bytes = columns_ * (number > 0 ? number : 4);
+    const std::int64_t panel = std::max<std::int64_t>(1, panel_bytes / row_bytes / tile) * tile;
+    const std::int64_t blocks = columns_ / block_columns;
+    for (std::int64_t begin = 0; begin < rows; begin += panel) {
+        const std::int64_t end = std::min(rows, begin + panel);
+        for (std::int64_t g = first; g < last; ++g) {
+            TileJob job;
+            job.weights = bytes_.data() + g * group_bytes_;
+            job.columns = columns_;
+            job.x_stride = x_stride;
+            job.out_stride = out_stride;
+            job.outputs = static_cast<int>(
+                std::min<std::int64_t>(group_outputs, outputs_ - g * group_outputs));
+            for (std::int64_t r = begin; r < end; r += tile) {
+                if (number > 0) {
+                    job.q = activations.q.data() + r * columns_ * number;
+                    job.scale = activations.scale.data() + r * blocks;
+                    job.scaled_sum = activations.scaled_sum.data() + r * blocks;
+                    job.offset = activations.offset.data() + r * blocks * kernels.layout.halves;
+                } else {
+                    job.x = x + r * x_stride;
                 }
-                quantize_row(rest.data(), columns_, to, r * planes + 1);
+                job.out = out + r * out_stride + g * group_outputs;
+                kernels.by_rows[std::min(tile, rows - r) - 1](job);
             }
         }
-    });
+    }
 }
 
 void PackedLinear::multiply(const float* x, std::int64_t rows, std::int64_t x_stride, float* out,
@@ -333,41 +260,38 @@ void PackedLinear::multiply(const float* x, std::int64_t rows, std::int64_t x_st
     if (rows == 0) {
         return;
     }
-    const bool two_planes = fine && quantized();
-    QuantizedRows quantized_rows;
+    // One per calling thread, for the memory it keeps.
+    static thread_local Activations activations;
     if (quantized()) {
-        quantize(x, rows, x_stride, threads, path, two_planes, quantized_rows);
+        activations.quantize(x, rows, columns_, x_stride, layout(path, fine), threads, path);
     }
-    const GroupKernel kernel = choose(kind_, path);
     // A few parts more than threads: who comes late, or is held up, gets fewer.
     const int parts =
         static_cast<int>(std::min<std::int64_t>(groups_, threads > 1 ? 4 * threads : 1));
-    const std::int64_t share = (groups_ + parts - 1) / parts;
-    Pool::instance().run(threads, parts, [&](int part) {
-        std::vector<float> planes(static_cast<std::size_t>(two_planes ? 2 * rows * group_outputs : 0));
-        const std::int64_t end = std::min(groups_, (part + 1) * share);
-        for (std::int64_t g = part * share; g < end; ++g) {
-            GroupJob job;
-            job.weights = bytes_.data() + g * group_bytes_;
-            job.columns = columns_;
-            job.rows = two_planes ? 2 * rows : rows;
-            job.x = x;
-            job.x_stride = x_stride;
-            job.quantized = &quantized_rows;
-            job.out = two_planes ? planes.data() : out + g * group_outputs;
-            job.out_stride = two_planes ? group_outputs : out_stride;
-            job.outputs = static_cast<int>(
-                std::min<std::int64_t>(group_outputs, outputs_ - g * group_outputs));
-            kernel(job);
-            for (std::int64_t r = 0; two_planes && r < rows; ++r) {
-                const float* coarse = planes.data() + 2 * r * group_outputs;
-                for (int o = 0; o < job.outputs; ++o) {
-                    out[r * out_stride + g * group_outputs + o] =
-                        coarse[o] + coarse[group_outputs + o];
-                }
-            }
-        }
-    });
+    struct Job {
+        const float* x;
+        std::int64_t rows, x_stride;
+        const Activations& activations;
+        float* out;
+        std::int64_t out_stride;
+        int parts;
+        Path path;
+        bool fine;
+    } const job{x, rows, x_stride, activations, out, out_stride, parts, path, fine};
+    // Two captures: a std::function of more would allocate.
+    const auto body = [this, &job](int part) {
+        multiply_groups(groups_ * part / job.parts, groups_ * (part + 1) / job.parts, job.x,
+                        job.rows, job.x_stride, job.activations, job.out, job.out_stride, job.path,
+                        job.fine);
+    };
+    Pool::instance().run(threads, parts, body);
+}
+
+void PackedLinear::take_rows(const std::int64_t* ids, std::int64_t count, float* out) const {
+    for (std::int64_t i = 0; i < count; ++i) {
+        unpack_row(kind_, bytes_.data() + (ids[i] / group_outputs) * group_bytes_,
+                   static_cast<int>(ids[i] % group_outputs), columns_, out + i * columns_);
+    }
 }
 
 }  // namespace drumline

@@ -2,91 +2,146 @@
 // have none. Products and sums are rounded one by one (the file is built without contraction).
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "linear_kernels.hpp"
 
 namespace drumline::portable {
-
-void quantize_row(const float* x, std::int64_t columns, QuantizedRows& rows, std::int64_t row) {
-    const std::int64_t blocks = columns / block_columns;
-    for (std::int64_t b = 0; b < blocks; ++b) {
-        const float* from = x + b * block_columns;
-        float largest = 0;
-        for (int i = 0; i < block_columns; ++i) {
-            largest = std::fmax(largest, std::fabs(from[i]));
-        }
-        const float scale = largest / 127.0F;
-        const float inverse = largest > 0 ? 127.0F / largest : 0.0F;
-        std::int32_t sum = 0;
-        std::int8_t* to = rows.q.data() + row * columns + b * block_columns;
-        for (int i = 0; i < block_columns; ++i) {
-            const float rounded = std::nearbyint(from[i] * inverse);
-            // Not a number stays out of the integers; it comes back through the scale.
-            const float bounded = std::fmin(std::fmax(rounded, -127.0F), 127.0F);
-            to[i] = static_cast<std::int8_t>(bounded);
-            sum += to[i];
-        }
-        const std::int64_t at = row * blocks + b;
-        rows.scale[at] = scale;
-        rows.sum[at] = sum;
-        rows.scaled_sum[at] = scale * static_cast<float>(sum);
-    }
-}
-
-void q4(const GroupJob& job) {
-    const std::int64_t blocks = job.columns / block_columns;
-    for (std::int64_t r = 0; r < job.rows; ++r) {
-        const std::int8_t* q = job.quantized->q.data() + r * job.columns;
-        const float* scale = job.quantized->scale.data() + r * blocks;
-        const float* scaled_sum = job.quantized->scaled_sum.data() + r * blocks;
-        float total[group_outputs] = {};
-        for (std::int64_t b = 0; b < blocks; ++b) {
-            const std::uint8_t* block = job.weights + b * q4_block_bytes;
-            const std::int8_t* xb = q + b * block_columns;
-            for (int o = 0; o < group_outputs; ++o) {
-                std::int32_t dot = 0;
-                for (int v = 0; v < 4; ++v) {
-                    for (int i = 0; i < 4; ++i) {
-                        const std::uint8_t byte = block[32 + v * 32 + o * 4 + i];
-                        dot += (byte & 15) * xb[8 * v + i] + (byte >> 4) * xb[8 * v + 4 + i];
-                    }
-                }
-                const float d = load_half(block + 2 * o);
-                const float m = load_half(block + 16 + 2 * o);
-                total[o] = total[o] + static_cast<float>(dot) * (d * scale[b]);
-                total[o] = total[o] + m * scaled_sum[b];
-            }
-        }
-        std::memcpy(job.out + r * job.out_stride, total, sizeof(float) * job.outputs);
-    }
-}
-
-void q8(const GroupJob& job) {
-    const std::int64_t blocks = job.columns / block_columns;
-    for (std::int64_t r = 0; r < job.rows; ++r) {
-        const std::int8_t* q = job.quantized->q.data() + r * job.columns;
-        const float* scale = job.quantized->scale.data() + r * blocks;
-        float total[group_outputs] = {};
-        for (std::int64_t b = 0; b < blocks; ++b) {
-            const std::uint8_t* block = job.weights + b * q8_block_bytes;
-            const auto* w = reinterpret_cast<const std::int8_t*>(block + 16);
-            const std::int8_t* xb = q + b * block_columns;
-            for (int o = 0; o < group_outputs; ++o) {
-                std::int32_t dot = 0;
-                for (int g = 0; g < 8; ++g) {
-                    for (int i = 0; i < 4; ++i) {
-                        dot += w[g * 32 + o * 4 + i] * xb[4 * g + i];
-                    }
-                }
-                const float d = load_half(block + 2 * o);
-                total[o] = total[o] + static_cast<float>(dot) * (d * scale[b]);
-            }
-        }
-        std::memcpy(job.out + r * job.out_stride, total, sizeof(float) * job.outputs);
-    }
-}
-
 namespace {
+
+constexpr int rows_per_tile = 4;
+
+float half_at(const std::uint8_t* at) {
+    std::uint16_t value = 0;
+    std::memcpy(&value, at, sizeof value);
+    return half_to_float(value);
+}
+
+// The integers of one block of 16 outputs, output by output.
+struct Quanta {
+    std::int16_t of[group_outputs][block_columns];
+};
+
+void nibbles(const std::uint8_t* lines, Quanta& w) {
+    for (int v = 0; v < 4; ++v) {
+        for (int o = 0; o < group_outputs; ++o) {
+            for (int i = 0; i < 4; ++i) {
+                const std::uint8_t byte = lines[v * line_bytes + o * 4 + i];
+                w.of[o][8 * v + i] = byte & 15;
+                w.of[o][8 * v + 4 + i] = byte >> 4;
+            }
+        }
+    }
+}
+
+// What a kind needs to know: its quanta, and the scale d and minimum m of output o in block b.
+struct Q4_0 {
+    static constexpr WeightKind kind = WeightKind::q4_0;
+    static constexpr int halves = 1;
+    static constexpr bool minimum = false;
+    static void quanta(const std::uint8_t* at, Quanta& w) { nibbles(at, w); }
+    static float d(const std::uint8_t* scales, std::int64_t at, int, int o) {
+        return half_at(scales + 32 * at + 2 * o);
+    }
+    static float m(const std::uint8_t*, std::int64_t, int) { return 0; }
+};
+
+struct Q4_1 : Q4_0 {
+    static constexpr WeightKind kind = WeightKind::q4_1;
+    static constexpr bool minimum = true;
+    static float d(const std::uint8_t* scales, std::int64_t, int, int o) {
+        return half_at(scales + 2 * o);
+    }
+    static float m(const std::uint8_t* scales, std::int64_t, int o) {
+        return half_at(scales + 32 + 2 * o);
+    }
+};
+
+struct Q4_K : Q4_0 {
+    static constexpr WeightKind kind = WeightKind::q4_k;
+    static constexpr bool minimum = true;
+    static float d(const std::uint8_t* scales, std::int64_t at, int, int o) {
+        return half_at(scales + 2 * o) * static_cast<float>(scales[64 + 32 * at + o]);
+    }
+    static float m(const std::uint8_t* scales, std::int64_t at, int o) {
+        return half_at(scales + 32 + 2 * o) * static_cast<float>(scales[80 + 32 * at + o]);
+    }
+};
+
+struct Q8_0 : Q4_0 {
+    static constexpr WeightKind kind = WeightKind::q8_0;
+    static void quanta(const std::uint8_t* at, Quanta& w) {
+        for (int g = 0; g < 8; ++g) {
+            for (int o = 0; o < group_outputs; ++o) {
+                for (int i = 0; i < 4; ++i) {
+                    w.of[o][4 * g + i] = at[g * line_bytes + o * 4 + i];
+                }
+            }
+        }
+    }
+};
+
+struct Q6_K : Q4_0 {
+    static constexpr WeightKind kind = WeightKind::q6_k;
+    static constexpr int halves = 2;
+    static void quanta(const std::uint8_t* at, Quanta& w) {
+        nibbles(at, w);
+        for (int g = 0; g < 8; ++g) {
+            for (int o = 0; o < group_outputs; ++o) {
+                for (int i = 0; i < 4; ++i) {
+                    const int byte = at[(4 + g / 4) * line_bytes + o * 4 + i];
+                    w.of[o][4 * g + i] = static_cast<std::int16_t>(
+                        w.of[o][4 * g + i] | (((byte >> (2 * (g % 4))) & 3) << 4));
+                }
+            }
+        }
+    }
+    static float d(const std::uint8_t* scales, std::int64_t at, int half, int o) {
+        const auto s = static_cast<std::int8_t>(scales[64 + 16 * (2 * at + half) + o]);
+        return half_at(scales + 2 * o) * static_cast<float>(s);
+    }
+};
+
+std::int32_t dot(const std::int16_t* w, const std::int16_t* x, int count) {
+    std::int32_t sum = 0;
+    for (int i = 0; i < count; ++i) {
+        sum += static_cast<std::int32_t>(w[i]) * static_cast<std::int32_t>(x[i]);
+    }
+    return sum;
+}
+
+template <typename Kind, int R>
+void tile(const TileJob& job) {
+    constexpr PackedLayout packed = packed_layout(Kind::kind);
+    constexpr int width = block_columns / Kind::halves;
+    float total[R][group_outputs] = {};
+    for (std::int64_t b = 0; b < job.columns / block_columns; ++b) {
+        Quanta w;
+        Kind::quanta(job.weights + packed.quanta(b), w);
+        const std::uint8_t* scales = job.weights + packed.unit(b);
+        const std::int64_t at = b % packed.unit_blocks;
+        for (int r = 0; r < R; ++r) {
+            std::int16_t x[block_columns];
+            std::memcpy(x, job.q + (b * R + r) * sizeof x, sizeof x);
+            const float scale = job.scale[b * R + r];
+            for (int h = 0; h < Kind::halves; ++h) {
+                const std::int32_t offset = job.offset[(b * Kind::halves + h) * R + r];
+                for (int o = 0; o < group_outputs; ++o) {
+                    const std::int32_t sum = dot(w.of[o] + h * width, x + h * width, width) + offset;
+                    const float d = Kind::d(scales, at, h, o) * scale;
+                    total[r][o] = total[r][o] + static_cast<float>(sum) * d;
+                }
+            }
+            for (int o = 0; Kind::minimum && o < group_outputs; ++o) {
+                total[r][o] =
+                    total[r][o] + Kind::m(scales, at, o) * job.scaled_sum[b * R + r];
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        std::memcpy(job.out + r * job.out_stride, total[r], sizeof(float) * job.outputs);
+    }
+}
 
 struct F32 {
     static constexpr std::size_t bytes = 4;
@@ -99,7 +154,7 @@ struct F32 {
 
 struct F16 {
     static constexpr std::size_t bytes = 2;
-    static float load(const std::uint8_t* at) { return load_half(at); }
+    static float load(const std::uint8_t* at) { return half_at(at); }
 };
 
 struct BF16 {
@@ -114,25 +169,102 @@ struct BF16 {
     }
 };
 
-template <typename Weight>
-void dense(const GroupJob& job) {
-    for (std::int64_t r = 0; r < job.rows; ++r) {
-        const float* x = job.x + r * job.x_stride;
-        float total[group_outputs] = {};
-        for (std::int64_t k = 0; k < job.columns; ++k) {
-            const std::uint8_t* w = job.weights + k * group_outputs * Weight::bytes;
-            for (int o = 0; o < group_outputs; ++o) {
-                total[o] = total[o] + x[k] * Weight::load(w + o * Weight::bytes);
+template <typename Weight, int R>
+void dense_tile(const TileJob& job) {
+    float total[R][group_outputs] = {};
+    for (std::int64_t k = 0; k < job.columns; ++k) {
+        const std::uint8_t* w = job.weights + k * group_outputs * Weight::bytes;
+        for (int o = 0; o < group_outputs; ++o) {
+            const float weight = Weight::load(w + o * Weight::bytes);
+            for (int r = 0; r < R; ++r) {
+                total[r][o] = total[r][o] + job.x[r * job.x_stride + k] * weight;
             }
         }
-        std::memcpy(job.out + r * job.out_stride, total, sizeof(float) * job.outputs);
     }
+    for (int r = 0; r < R; ++r) {
+        std::memcpy(job.out + r * job.out_stride, total[r], sizeof(float) * job.outputs);
+    }
+}
+
+template <typename Kind>
+Kernels integers(bool fine) {
+    const ActivationLayout layout{rows_per_tile, Numbers::words, fine, packed_layout(Kind::kind).zero,
+                                  Kind::halves};
+    return {layout, {tile<Kind, 1>, tile<Kind, 2>, tile<Kind, 3>, tile<Kind, 4>}};
+}
+
+template <typename Weight>
+Kernels floats() {
+    const ActivationLayout layout{rows_per_tile, Numbers::none, false, 0, 1};
+    return {layout,
+            {dense_tile<Weight, 1>, dense_tile<Weight, 2>, dense_tile<Weight, 3>,
+             dense_tile<Weight, 4>}};
 }
 
 }  // namespace
 
-void f32(const GroupJob& job) { dense<F32>(job); }
-void f16(const GroupJob& job) { dense<F16>(job); }
-void bf16(const GroupJob& job) { dense<BF16>(job); }
+Kernels kernels(WeightKind kind, bool fine) {
+    switch (kind) {
+        case WeightKind::q4_0:
+            return integers<Q4_0>(fine);
+        case WeightKind::q4_1:
+            return integers<Q4_1>(fine);
+        case WeightKind::q8_0:
+            return integers<Q8_0>(fine);
+        case WeightKind::q4_k:
+            return integers<Q4_K>(fine);
+        case WeightKind::q6_k:
+            return integers<Q6_K>(fine);
+        case WeightKind::f32:
+            return floats<F32>();
+        case WeightKind::f16:
+            return floats<F16>();
+        case WeightKind::bf16:
+            return floats<BF16>();
+    }
+    return {};
+}
+
+void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t row,
+                  Activations& to) {
+    const RowPlace place(to, layout, row);
+    const float most = layout.fine ? largest_word : largest_byte;
+    const int width = block_columns / layout.halves;
+    for (std::int64_t b = 0; b < to.columns / block_columns; ++b) {
+        const float* from = x + b * block_columns;
+        std::int32_t peak = 0;  // compared as bits: infinity and what is no number are the largest
+        for (int i = 0; i < block_columns; ++i) {
+            std::int32_t bits = 0;
+            std::memcpy(&bits, from + i, sizeof bits);
+            bits &= 0x7FFFFFFF;
+            peak = bits > peak ? bits : peak;
+        }
+        float largest = 0;
+        std::memcpy(&largest, &peak, sizeof largest);
+        const bool finite = peak < infinity_bits;
+        const bool some = finite && largest >= smallest_activation;
+        const float inverse = some ? most / largest : 0.0F;
+        const float scale = !finite ? std::numeric_limits<float>::quiet_NaN()
+                            : some  ? largest / most
+                                    : 0.0F;
+        std::int16_t q[block_columns] = {};
+        for (int i = 0; some && i < block_columns; ++i) {
+            q[i] = static_cast<std::int16_t>(std::nearbyint(from[i] * inverse));
+        }
+        const std::int64_t at = place.block(b);
+        std::memcpy(to.q.data() + at * static_cast<std::int64_t>(sizeof q), q, sizeof q);
+        std::int32_t sum = 0;
+        for (int h = 0; h < layout.halves; ++h) {
+            std::int32_t part = 0;
+            for (int i = 0; i < width; ++i) {
+                part += q[h * width + i];
+            }
+            to.offset[place.half(b, h, layout.halves, row % layout.tile)] = -layout.zero * part;
+            sum += part;
+        }
+        to.scale[at] = scale;
+        to.scaled_sum[at] = scale * static_cast<float>(sum);
+    }
+}
 
 }  // namespace drumline::portable

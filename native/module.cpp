@@ -1,7 +1,10 @@
 // The Python face of the native code. Only bindings here: each function lives in a file of its own.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+
+#include <memory>
 
 #include "cpu_features.hpp"
 #include "linear.hpp"
@@ -54,6 +57,24 @@ NB_MODULE(_native, module) {
                                                   outputs, columns);
             },
             nb::arg("kind"), nb::arg("raw"), nb::arg("outputs"), nb::arg("columns"))
+        .def_static(
+            "stack",
+            [](const std::string& kind, const std::vector<std::uintptr_t>& raw,
+               const std::vector<std::int64_t>& outputs, std::int64_t columns) {
+                std::vector<const std::uint8_t*> parts;
+                for (const std::uintptr_t at : raw) {
+                    parts.push_back(reinterpret_cast<const std::uint8_t*>(at));
+                }
+                return std::make_unique<drumline::PackedLinear>(drumline::weight_kind(kind), parts,
+                                                                outputs, columns);
+            },
+            nb::arg("kind"), nb::arg("raw"), nb::arg("outputs"), nb::arg("columns"))
+        .def("take_rows",
+             [](const drumline::PackedLinear& self, std::uintptr_t ids, std::int64_t count,
+                std::uintptr_t out) {
+                 self.take_rows(reinterpret_cast<const std::int64_t*>(ids), count,
+                                reinterpret_cast<float*>(out));
+             })
         .def(
             "multiply",
             [](const drumline::PackedLinear& self, std::uintptr_t x, std::int64_t rows,

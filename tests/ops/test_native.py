@@ -139,8 +139,8 @@ def test_embedding_rows_are_the_checkpoints(kind: str) -> None:
 
 
 def test_kinds_without_a_kernel_are_multiplied_in_float32() -> None:
-    blocks = torch.randint(0, 60, (16, bytes_per_row("Q4_K", 256)), dtype=torch.uint8)
-    raw = WeightTensor("w", (16, 256), "Q4_K", blocks)
+    blocks = torch.randint(0, 60, (16, bytes_per_row("Q5_K", 256)), dtype=torch.uint8)
+    raw = WeightTensor("w", (16, 256), "Q5_K", blocks)
     ops = NativeOps()
     x = torch.randn(3, 256)
     torch.testing.assert_close(
@@ -312,6 +312,6 @@ def test_refusals() -> None:
     with pytest.raises(ConfigError, match="path"):
         NativeOps(path="abacus")
     with pytest.raises(ValueError, match="no native linear"):
-        PackedLinear("Q4_K", 0, 8, 256)
+        PackedLinear("Q5_K", 0, 8, 256)
     with pytest.raises(ValueError, match="whole blocks"):
         PackedLinear("Q8_0", 0, 8, 40)

@@ -1,0 +1,480 @@
+// Linear kernels for AVX2 + FMA + F16C.
+//
+// 4-bit kinds multiply bytes: the sums of a block of 32 columns fit 16 bits (8 x 2 x 15 x 128 =
+// 30,720), so they are widened and scaled once per block and row; every weight vector is unpacked
+// once for all rows of a tile, and every broadcast activation serves 16 outputs. 6 and 8 bits
+// multiply words, whose pairs need no second sum and hold 16-bit activations at the same cost.
+#include "linear_kernels.hpp"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cstring>
+#include <limits>
+
+#define DRUMLINE_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define DRUMLINE_AVX2_INLINE DRUMLINE_AVX2 __attribute__((always_inline)) inline
+
+namespace drumline::avx2 {
+namespace {
+
+constexpr int halves_of_outputs = 2;  // of 8 each, one vector
+
+DRUMLINE_AVX2_INLINE __m256i bytes32(const std::uint8_t* at) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+}
+
+DRUMLINE_AVX2_INLINE __m256i broadcast4(const std::int8_t* q) {
+    std::int32_t word = 0;
+    std::memcpy(&word, q, sizeof word);
+    return _mm256_set1_epi32(word);
+}
+
+DRUMLINE_AVX2_INLINE __m256 halves8(const std::uint8_t* at) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+
+DRUMLINE_AVX2_INLINE __m256 unsigned8(const std::uint8_t* at) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+}
+
+DRUMLINE_AVX2_INLINE __m256 signed8(const std::uint8_t* at) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
+}
+
+DRUMLINE_AVX2_INLINE void store(const TileJob& job, int row, int half, __m256 total) {
+    float* out = job.out + row * job.out_stride + 8 * half;
+    const int count = job.outputs - 8 * half;
+    if (count >= 8) {
+        _mm256_storeu_ps(out, total);
+    } else if (count > 0) {
+        alignas(32) float lanes[8];
+        _mm256_store_ps(lanes, total);
+        std::memcpy(out, lanes, sizeof(float) * count);
+    }
+}
+
+// The compiler must not turn a chain of additions into a tree: its leaves would have to be spilled.
+DRUMLINE_AVX2_INLINE void in_place(__m256i& sum) { __asm__("" : "+x"(sum)); }
+
+// Scale d and minimum m of outputs 8 * half .. + 7 in block b.
+struct Scales4_0 {
+    static constexpr WeightKind kind = WeightKind::q4_0;
+    static constexpr bool minimum = false, offset = true;
+    DRUMLINE_AVX2_INLINE static __m256 d(const std::uint8_t* scales, std::int64_t at, int, int half) {
+        return halves8(scales + 32 * at + 16 * half);
+    }
+    DRUMLINE_AVX2_INLINE static __m256 m(const std::uint8_t*, std::int64_t, int) {
+        return _mm256_setzero_ps();
+    }
+};
+
+struct Scales4_1 {
+    static constexpr WeightKind kind = WeightKind::q4_1;
+    static constexpr bool minimum = true, offset = false;
+    DRUMLINE_AVX2_INLINE static __m256 d(const std::uint8_t* scales, std::int64_t, int, int half) {
+        return halves8(scales + 16 * half);
+    }
+    DRUMLINE_AVX2_INLINE static __m256 m(const std::uint8_t* scales, std::int64_t, int half) {
+        return halves8(scales + 32 + 16 * half);
+    }
+};
+
+struct Scales4_K {
+    static constexpr WeightKind kind = WeightKind::q4_k;
+    static constexpr bool minimum = true, offset = false;
+    DRUMLINE_AVX2_INLINE static __m256 d(const std::uint8_t* scales, std::int64_t at, int, int half) {
+        return _mm256_mul_ps(halves8(scales + 16 * half),
+                             unsigned8(scales + 64 + 32 * at + 8 * half));
+    }
+    DRUMLINE_AVX2_INLINE static __m256 m(const std::uint8_t* scales, std::int64_t at, int half) {
+        return _mm256_mul_ps(halves8(scales + 32 + 16 * half),
+                             unsigned8(scales + 80 + 32 * at + 8 * half));
+    }
+};
+
+// R rows of P planes (high bytes, low bytes) times 4-bit weights.
+template <typename Scales, int R, int P>
+DRUMLINE_AVX2 void nibble_tile(const TileJob& job) {
+    constexpr PackedLayout packed = packed_layout(Scales::kind);
+    const std::int64_t blocks = job.columns / block_columns;
+    const __m256i low_nibbles = _mm256_set1_epi8(15);
+    const __m256i ones = _mm256_set1_epi16(1);
+    const __m256i many = _mm256_set1_epi16(256);
+    __m256 total[R][halves_of_outputs];
+    for (int r = 0; r < R; ++r) {
+        total[r][0] = total[r][1] = _mm256_setzero_ps();
+    }
+    for (std::int64_t b = 0; b < blocks; ++b) {
+        const std::uint8_t* scales = job.weights + packed.unit(b);
+        const std::uint8_t* quanta = job.weights + packed.quanta(b);
+        const std::int64_t at = b % packed.unit_blocks;
+        const std::int8_t* q = job.q + b * R * P * block_columns;
+        __m256i dots[R][P][halves_of_outputs];
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+            const __m256i packed_0 = bytes32(quanta + v * line_bytes);
+            const __m256i packed_1 = bytes32(quanta + v * line_bytes + 32);
+            __m256i w0 = _mm256_and_si256(packed_0, low_nibbles);
+            __m256i w1 = _mm256_and_si256(packed_1, low_nibbles);
+#pragma GCC unroll 2
+            for (int high = 0; high < 2; ++high) {
+                if (high != 0) {
+                    w0 = _mm256_and_si256(_mm256_srli_epi16(packed_0, 4), low_nibbles);
+                    w1 = _mm256_and_si256(_mm256_srli_epi16(packed_1, 4), low_nibbles);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+                    for (int p = 0; p < P; ++p) {
+                        const __m256i x =
+                            broadcast4(q + (r * P + p) * block_columns + 8 * v + 4 * high);
+                        const __m256i d0 = _mm256_maddubs_epi16(w0, x);
+                        const __m256i d1 = _mm256_maddubs_epi16(w1, x);
+                        const bool first = v == 0 && high == 0;
+                        dots[r][p][0] = first ? d0 : _mm256_add_epi16(dots[r][p][0], d0);
+                        dots[r][p][1] = first ? d1 : _mm256_add_epi16(dots[r][p][1], d1);
+                        in_place(dots[r][p][0]);
+                        in_place(dots[r][p][1]);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int half = 0; half < halves_of_outputs; ++half) {
+            const __m256 d = Scales::d(scales, at, 0, half);
+            const __m256 m = Scales::m(scales, at, half);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                __m256i dot;
+                if constexpr (P == 2) {
+                    dot = _mm256_add_epi32(_mm256_madd_epi16(dots[r][0][half], many),
+                                           _mm256_madd_epi16(dots[r][1][half], ones));
+                } else {
+                    dot = _mm256_madd_epi16(dots[r][0][half], ones);
+                }
+                if constexpr (Scales::offset) {
+                    dot = _mm256_add_epi32(dot, _mm256_set1_epi32(job.offset[b * R + r]));
+                }
+                const __m256 scale = _mm256_mul_ps(d, _mm256_set1_ps(job.scale[b * R + r]));
+                total[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, total[r][half]);
+                if constexpr (Scales::minimum) {
+                    total[r][half] = _mm256_fmadd_ps(m, _mm256_set1_ps(job.scaled_sum[b * R + r]),
+                                                     total[r][half]);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        store(job, r, 0, total[r][0]);
+        store(job, r, 1, total[r][1]);
+    }
+}
+
+// Line g (columns 4g .. 4g + 3) of a block, outputs 8 * half .. + 7, as bytes.
+struct Bytes8 {
+    static constexpr WeightKind kind = WeightKind::q8_0;
+    static constexpr int halves = 1;
+    DRUMLINE_AVX2_INLINE static __m256i line(const std::uint8_t* quanta, int g, int half) {
+        return bytes32(quanta + g * line_bytes + 32 * half);
+    }
+    DRUMLINE_AVX2_INLINE static __m256 d(const std::uint8_t* scales, std::int64_t at, int, int half) {
+        return halves8(scales + 32 * at + 16 * half);
+    }
+};
+
+struct Bits6 {
+    static constexpr WeightKind kind = WeightKind::q6_k;
+    static constexpr int halves = 2;
+    DRUMLINE_AVX2_INLINE static __m256i line(const std::uint8_t* quanta, int g, int half) {
+        const __m256i packed = bytes32(quanta + g / 2 * line_bytes + 32 * half);
+        const __m256i nibbles = g % 2 == 0 ? packed : _mm256_srli_epi16(packed, 4);
+        const __m256i two = bytes32(quanta + (4 + g / 4) * line_bytes + 32 * half);
+        const __m256i high = g % 4 == 0   ? _mm256_slli_epi16(two, 4)
+                             : g % 4 == 1 ? _mm256_slli_epi16(two, 2)
+                             : g % 4 == 2 ? two
+                                          : _mm256_srli_epi16(two, 2);
+        return _mm256_or_si256(_mm256_and_si256(nibbles, _mm256_set1_epi8(15)),
+                               _mm256_and_si256(high, _mm256_set1_epi8(48)));
+    }
+    DRUMLINE_AVX2_INLINE static __m256 d(const std::uint8_t* scales, std::int64_t at, int part,
+                                         int half) {
+        return _mm256_mul_ps(halves8(scales + 16 * half),
+                             signed8(scales + 64 + 16 * (2 * at + part) + 8 * half));
+    }
+};
+
+// R rows of words times weights of a byte: even columns, then odd ones.
+template <typename Kind, int R>
+DRUMLINE_AVX2 void word_tile(const TileJob& job) {
+    constexpr int lines_per_half = 8 / Kind::halves;
+    constexpr PackedLayout packed = packed_layout(Kind::kind);
+    const std::int64_t blocks = job.columns / block_columns;
+    const __m256i low_bytes = _mm256_set1_epi16(255);
+    __m256 total[R][halves_of_outputs];
+    for (int r = 0; r < R; ++r) {
+        total[r][0] = total[r][1] = _mm256_setzero_ps();
+    }
+    for (std::int64_t b = 0; b < blocks; ++b) {
+        const std::uint8_t* scales = job.weights + packed.unit(b);
+        const std::uint8_t* quanta = job.weights + packed.quanta(b);
+        const std::int64_t at = b % packed.unit_blocks;
+        const std::int8_t* q = job.q + b * R * 2 * block_columns;
+#pragma GCC unroll 2
+        for (int part = 0; part < Kind::halves; ++part) {
+            __m256i dots[R][halves_of_outputs];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                dots[r][0] = dots[r][1] =
+                    _mm256_set1_epi32(job.offset[(b * Kind::halves + part) * R + r]);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < lines_per_half; ++i) {
+                const int g = part * lines_per_half + i;
+                const __m256i bytes_0 = Kind::line(quanta, g, 0);
+                const __m256i bytes_1 = Kind::line(quanta, g, 1);
+                __m256i w0 = _mm256_and_si256(bytes_0, low_bytes);
+                __m256i w1 = _mm256_and_si256(bytes_1, low_bytes);
+#pragma GCC unroll 2
+                for (int odd = 0; odd < 2; ++odd) {
+                    if (odd != 0) {
+                        w0 = _mm256_srli_epi16(bytes_0, 8);
+                        w1 = _mm256_srli_epi16(bytes_1, 8);
+                    }
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r) {
+                        const __m256i x =
+                            broadcast4(q + r * 2 * block_columns + 8 * g + 4 * odd);
+                        dots[r][0] = _mm256_add_epi32(dots[r][0], _mm256_madd_epi16(w0, x));
+                        dots[r][1] = _mm256_add_epi32(dots[r][1], _mm256_madd_epi16(w1, x));
+                        in_place(dots[r][0]);
+                        in_place(dots[r][1]);
+                    }
+                }
+            }
+#pragma GCC unroll 2
+            for (int half = 0; half < halves_of_outputs; ++half) {
+                const __m256 d = Kind::d(scales, at, part, half);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    const __m256 scale = _mm256_mul_ps(d, _mm256_set1_ps(job.scale[b * R + r]));
+                    total[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[r][half]), scale,
+                                                     total[r][half]);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        store(job, r, 0, total[r][0]);
+        store(job, r, 1, total[r][1]);
+    }
+}
+
+struct F32 {
+    static constexpr std::size_t bytes = 4;
+    DRUMLINE_AVX2_INLINE static __m256 load(const std::uint8_t* at) {
+        return _mm256_loadu_ps(reinterpret_cast<const float*>(at));
+    }
+};
+
+struct F16 {
+    static constexpr std::size_t bytes = 2;
+    DRUMLINE_AVX2_INLINE static __m256 load(const std::uint8_t* at) { return halves8(at); }
+};
+
+struct BF16 {
+    static constexpr std::size_t bytes = 2;
+    DRUMLINE_AVX2_INLINE static __m256 load(const std::uint8_t* at) {
+        const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+    }
+};
+
+template <typename Weight, int R>
+DRUMLINE_AVX2 void dense_tile(const TileJob& job) {
+    __m256 total[R][halves_of_outputs];
+    for (int r = 0; r < R; ++r) {
+        total[r][0] = total[r][1] = _mm256_setzero_ps();
+    }
+    for (std::int64_t k = 0; k < job.columns; ++k) {
+        const std::uint8_t* at = job.weights + k * group_outputs * Weight::bytes;
+        const __m256 w0 = Weight::load(at);
+        const __m256 w1 = Weight::load(at + 8 * Weight::bytes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const __m256 x = _mm256_set1_ps(job.x[r * job.x_stride + k]);
+            total[r][0] = _mm256_fmadd_ps(x, w0, total[r][0]);
+            total[r][1] = _mm256_fmadd_ps(x, w1, total[r][1]);
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        store(job, r, 0, total[r][0]);
+        store(job, r, 1, total[r][1]);
+    }
+}
+
+template <typename Scales>
+Kernels nibbles(bool fine) {
+    const int zero = packed_layout(Scales::kind).zero;
+    if (fine) {
+        return {{3, Numbers::pairs, true, zero, 1},
+                {nibble_tile<Scales, 1, 2>, nibble_tile<Scales, 2, 2>, nibble_tile<Scales, 3, 2>}};
+    }
+    return {{4, Numbers::bytes, false, zero, 1},
+            {nibble_tile<Scales, 1, 1>, nibble_tile<Scales, 2, 1>, nibble_tile<Scales, 3, 1>,
+             nibble_tile<Scales, 4, 1>}};
+}
+
+template <typename Kind>
+Kernels words(bool fine) {
+    return {{4, Numbers::swapped, fine, packed_layout(Kind::kind).zero, Kind::halves},
+            {word_tile<Kind, 1>, word_tile<Kind, 2>, word_tile<Kind, 3>, word_tile<Kind, 4>}};
+}
+
+template <typename Weight>
+Kernels floats() {
+    return {{6, Numbers::none, false, 0, 1},
+            {dense_tile<Weight, 1>, dense_tile<Weight, 2>, dense_tile<Weight, 3>,
+             dense_tile<Weight, 4>, dense_tile<Weight, 5>, dense_tile<Weight, 6>}};
+}
+
+// The sum of 16 words.
+DRUMLINE_AVX2_INLINE std::int32_t sum16(__m256i words) {
+    const __m256i pairs = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4E));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xB1));
+    return _mm_cvtsi128_si32(sum);
+}
+
+// 32 words in two vectors → 32 bytes in order.
+DRUMLINE_AVX2_INLINE __m256i bytes_of(__m256i first, __m256i second) {
+    return _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xD8);
+}
+
+DRUMLINE_AVX2_INLINE void put(std::int8_t* to, __m256i value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
+}
+
+DRUMLINE_AVX2_INLINE void put_numbers(std::int8_t* q, std::int64_t at, Numbers numbers, __m256i a,
+                                      __m256i b) {
+    switch (numbers) {
+        case Numbers::none:
+            return;
+        case Numbers::bytes:
+            return put(q + at * block_columns, bytes_of(a, b));
+        case Numbers::pairs: {
+            const __m256i half = _mm256_set1_epi16(128);
+            const __m256i high_a = _mm256_srai_epi16(_mm256_add_epi16(a, half), 8);
+            const __m256i high_b = _mm256_srai_epi16(_mm256_add_epi16(b, half), 8);
+            std::int8_t* to = q + at * 2 * block_columns;
+            put(to, bytes_of(high_a, high_b));
+            return put(to + block_columns,
+                       bytes_of(_mm256_sub_epi16(a, _mm256_slli_epi16(high_a, 8)),
+                                _mm256_sub_epi16(b, _mm256_slli_epi16(high_b, 8))));
+        }
+        case Numbers::swapped: {
+            const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14,
+                                                   15, 0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11,
+                                                   14, 15);
+            a = _mm256_shuffle_epi8(a, order);
+            b = _mm256_shuffle_epi8(b, order);
+            [[fallthrough]];
+        }
+        case Numbers::words:
+            put(q + at * 2 * block_columns, a);
+            return put(q + at * 2 * block_columns + block_columns, b);
+    }
+}
+
+// 16 floats times `inverse`, rounded to words in order.
+DRUMLINE_AVX2_INLINE __m256i words_of(__m256 first, __m256 second, __m256 inverse) {
+    const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(first, inverse));
+    const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(second, inverse));
+    return _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
+}
+
+}  // namespace
+
+Kernels kernels(WeightKind kind, bool fine) {
+    switch (kind) {
+        case WeightKind::q4_0:
+            return nibbles<Scales4_0>(fine);
+        case WeightKind::q4_1:
+            return nibbles<Scales4_1>(fine);
+        case WeightKind::q4_k:
+            return nibbles<Scales4_K>(fine);
+        case WeightKind::q8_0:
+            return words<Bytes8>(fine);
+        case WeightKind::q6_k:
+            return words<Bits6>(fine);
+        case WeightKind::f32:
+            return floats<F32>();
+        case WeightKind::f16:
+            return floats<F16>();
+        case WeightKind::bf16:
+            return floats<BF16>();
+    }
+    return {};
+}
+
+DRUMLINE_AVX2 void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t row,
+                                Activations& to) {
+    const RowPlace place(to, layout, row);
+    const float most = layout.fine ? largest_word : largest_byte;
+    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
+    for (std::int64_t b = 0; b < to.columns / block_columns; ++b) {
+        const float* from = x + b * block_columns;
+        __m256 part[4];
+        __m256i peaks = _mm256_setzero_si256();
+        for (int i = 0; i < 4; ++i) {
+            part[i] = _mm256_loadu_ps(from + 8 * i);
+            peaks = _mm256_max_epi32(peaks, _mm256_castps_si256(_mm256_and_ps(part[i], magnitude)));
+        }
+        // Compared as bits: infinity and what is no number are the largest.
+        __m128i peak = _mm_max_epi32(_mm256_castsi256_si128(peaks),
+                                     _mm256_extracti128_si256(peaks, 1));
+        peak = _mm_max_epi32(peak, _mm_shuffle_epi32(peak, 0x4E));
+        peak = _mm_max_epi32(peak, _mm_shuffle_epi32(peak, 0xB1));
+        const float largest = _mm_cvtss_f32(_mm_castsi128_ps(peak));
+        const bool finite = _mm_cvtsi128_si32(peak) < infinity_bits;
+        const bool some = finite && largest >= smallest_activation;
+        const float scale = !finite ? std::numeric_limits<float>::quiet_NaN()
+                            : some  ? largest / most
+                                    : 0.0F;
+        const std::int64_t at = place.block(b);
+        __m256i first = _mm256_setzero_si256();
+        __m256i second = first;
+        if (some) {
+            const __m256 inverse = _mm256_set1_ps(most / largest);
+            first = words_of(part[0], part[1], inverse);
+            second = words_of(part[2], part[3], inverse);
+        }
+        put_numbers(to.q.data(), at, layout.numbers, first, second);
+        const std::int32_t sums[2] = {sum16(first), sum16(second)};
+        const std::int32_t sum = sums[0] + sums[1];
+        for (int h = 0; h < layout.halves; ++h) {
+            to.offset[place.half(b, h, layout.halves, row % layout.tile)] =
+                -layout.zero * (layout.halves == 1 ? sum : sums[h]);
+        }
+        to.scale[at] = scale;
+        to.scaled_sum[at] = scale * static_cast<float>(sum);
+    }
+}
+
+}  // namespace drumline::avx2
+
+#else  // Never chosen elsewhere (available_paths says so); here so that the tables are complete.
+
+namespace drumline::avx2 {
+Kernels kernels(WeightKind kind, bool fine) { return portable::kernels(kind, fine); }
+void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t row,
+                  Activations& to) {
+    portable::quantize_row(x, layout, row, to);
+}
+}  // namespace drumline::avx2
+
+#endif
