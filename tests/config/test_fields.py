@@ -172,7 +172,7 @@ def test_the_page_of_settings_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == page()
 
 
-# Fields whose only meaning in this release is the refusal in `resolve`.
+# Fields that become the mesh, and whose larger values the engine refuses at its door.
 REFUSED_BY_RESOLVE = {
     "data_parallel_size",
     "tensor_parallel_size",

@@ -306,21 +306,6 @@ def test_more_threads_than_processors() -> None:
     assert run(threads=4).adjustments == ()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("data_parallel_size", 2),
-        ("tensor_parallel_size", 4),
-        ("pipeline_parallel_size", 2),
-        ("enable_expert_parallel", True),
-    ],
-)
-def test_later_releases_are_refused_by_name(name: str, value: Any) -> None:
-    error = refused(name, **{name: value})
-    assert error.value == value
-    assert "not supported yet" in error.problem
-
-
 # ---------------------------------------------------------------- table and digest
 
 

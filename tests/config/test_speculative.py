@@ -203,7 +203,7 @@ TABLE = [[1, 2, 2]]
         ("model", {"model": "small"}),
         ("revision", {"revision": "main"}),
         ("draft_tensor_parallel_size", {"draft_tensor_parallel_size": 1}),
-        ("draft_tensor_parallel_size", {"method": "mtp", "draft_tensor_parallel_size": 2}),
+        ("draft_tensor_parallel_size", {"method": "mtp", "draft_tensor_parallel_size": 0}),
         ("model", {"method": "eagle3"}),
         ("model", {"method": "draft_model"}),
         ("model", {"method": "custom_class"}),
@@ -483,8 +483,8 @@ def test_what_replicas_do_is_said_where_there_is_one() -> None:
         if c.field == "speculative_config.dp_draft_length"
     ]
     assert "data_parallel_size above 1" in choice.reason
-    with pytest.raises(ConfigError, match="data_parallel_size=2: not supported yet"):
-        run(keys=keys, data_parallel_size=2)
+    two = run(keys={**keys, "dp_draft_length": "static"}, data_parallel_size=2)
+    assert not [c for c in two.choices if c.field == "speculative_config.dp_draft_length"]
 
 
 def test_the_start_shows_each_key_with_its_reason() -> None:
@@ -510,7 +510,7 @@ def test_the_digest_sees_speculation() -> None:
     assert len(digests) == 4
 
 
-# Keys that can only be what they are.
+# What ranks that share the target's layers do with the drafter; an engine has one rank.
 SAYS_NOTHING = {"draft_tensor_parallel_size"}
 
 

@@ -32,6 +32,14 @@ class ModelFacts:
     rope_factor: float = 1.0
     original_max_position_embeddings: int | None = None
     weight_bytes: int = 0
+    num_experts: int = 0  # experts of a layer that share its tokens; 0: the model is dense
+    num_attention_heads: int = 0  # where all share one latent key; 0: heads share keys in groups
+
+    @property
+    def attention_groups(self) -> int:
+        """Into how many parts attention can be cut: heads that share keys stay together, and
+        where all share one latent key, each rank has that key and some of the heads."""
+        return self.num_attention_heads or self.num_key_value_heads
 
     @property
     def original_length(self) -> int:

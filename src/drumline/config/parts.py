@@ -11,11 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drumline.config.fields import Field, Kind, check, fields_of, option
-from drumline.config.speculative import TOKENS_MAX
+from drumline.config.speculative import PARALLEL_MAX, TOKENS_MAX
 from drumline.core.params import SEED_LIMIT
 
 BYTES_MAX = 2**46  # 64 TiB: a limit on typing errors, not on machines
-PARALLEL_MAX = 1024
 
 
 class Part:
@@ -109,7 +108,7 @@ class CacheConfig(Part):
     kv_cache_memory_bytes: int | None = option(
         None,
         Kind.SIZE,
-        "memory for keys and values",
+        "memory for keys and values, on each rank",
         low=1,
         high=BYTES_MAX,
         unit="bytes",
@@ -163,7 +162,7 @@ class SchedulerConfig(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig(Part):
-    """How many ranks share the work. This release runs one; larger sizes are refused by name."""
+    """How many ranks share the work, and what they share."""
 
     data_parallel_size: int = option(
         1, Kind.INTEGER, "replicas of the model", short="-dp", low=1, high=PARALLEL_MAX
@@ -175,7 +174,7 @@ class ParallelConfig(Part):
         1, Kind.INTEGER, "stages the layers are cut into", short="-pp", low=1, high=PARALLEL_MAX
     )
     enable_expert_parallel: bool = option(
-        False, Kind.SWITCH, "spread experts over ranks", short="-ep"
+        False, Kind.SWITCH, "spread experts over all ranks", short="-ep"
     )
 
 

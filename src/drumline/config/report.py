@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +48,17 @@ def startup_table(resolved: Resolved) -> list[tuple[str, str, str]]:
         if note.field not in resolved.config.flat() and not note.field.startswith(PREFIX)
     ]
     return rows + _facts(resolved)
+
+
+def log_adjustments(resolved: Resolved, logger: logging.Logger) -> None:
+    """One warning for each value that was asked for and runs differently, with its reason."""
+    for adjustment in resolved.adjustments:
+        logger.warning("%s", adjustment)
+
+
+def digest_number(digest: str) -> int:
+    """The first 63 bits of a `config_digest`, as ranks tell it to each other before a step."""
+    return int(digest[:16], 16) >> 1
 
 
 def _speculation(

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from drumline.config.engine_config import EngineConfig
 from drumline.config.facts import DrafterFacts, ModelFacts
 from drumline.config.machine import MachineFacts
+from drumline.config.mesh import Mesh
 from drumline.config.notes import Adjustment, Choice, Notes
+from drumline.config.resolve_parallel import rank_bytes_per_token, resolve_mesh
 from drumline.config.resolve_speculation import (
     resolve_prefix_caching,
     resolve_range,
@@ -34,8 +36,9 @@ FREE_MEMORY_SHARE_PERCENT = 40
 class Resolved:
     """What runs. ``config`` has every field filled; the fields below are the same values, typed.
 
-    ``num_kv_blocks`` counts blocks of ``config.cache.block_size`` tokens; ``kv_cache_bytes`` is
-    what they take, the drafter's own keys and values included. ``speculation`` is complete: its
+    ``num_kv_blocks`` counts a replica's blocks of ``config.cache.block_size`` tokens;
+    ``kv_cache_bytes`` is what they take on the rank that holds most, the drafter's own keys and
+    values included. ``speculation`` is complete: its
     ``max_model_len`` is the number of positions the drafter is used for, at most the target's.
     """
 
@@ -51,6 +54,7 @@ class Resolved:
     max_num_batched_tokens: int
     num_kv_blocks: int
     kv_cache_bytes: int
+    mesh: Mesh
     speculation: SpeculativeConfig | None = None
     drafter: DrafterFacts | None = None
     asked_keys: tuple[str, ...] = ()  # keys of the speculative config that were asked for
@@ -89,7 +93,7 @@ def resolve(
     Raises `ConfigError` naming the field and the value that cannot be had, and what can.
     """
     notes = Notes()
-    _refuse_later_releases(asked)
+    mesh = resolve_mesh(asked, model, notes)
     device = asked.runtime.device
     if device == "auto":
         device = notes.choose("device", "cpu", "this release computes on the CPU")
@@ -100,15 +104,17 @@ def resolve(
     if kv_dtype == "auto":
         kv_dtype = notes.choose("kv_cache_dtype", dtype, "follows dtype")
     backend = _ops_backend(asked, machine, notes)
-    threads = _threads(asked, machine, notes)
-    spec = resolve_tokens(asked, drafter, notes)
-    token_bytes = model.kv_bytes_per_token(kv_dtype)
-    free_bytes = machine.free_memory_bytes - model.weight_bytes
+    threads = _threads(asked, machine, mesh, notes)
+    spec = resolve_tokens(asked, drafter, mesh, notes)
+    token_bytes = rank_bytes_per_token(model, kv_dtype, mesh)
+    free_bytes = machine.free_memory_bytes - model.weight_bytes * mesh.dp
     if drafter is not None:
         token_bytes += drafter.kv_bytes_per_token(kv_dtype)
-        free_bytes -= drafter.weight_bytes
+        free_bytes -= drafter.weight_bytes * mesh.size
     block_bytes = token_bytes * asked.cache.block_size
-    length, blocks = _length_and_blocks(asked, model, max(0, free_bytes), block_bytes, notes)
+    rank_bytes = max(0, free_bytes) // mesh.size
+    ranks = "" if mesh.size == 1 else f" for each of {mesh.size} ranks"
+    length, blocks = _length_and_blocks(asked, model, (rank_bytes, ranks), block_bytes, notes)
     if spec is not None and drafter is not None:
         spec = resolve_range(spec, drafter, length, notes)
     batched = _batched_tokens(asked, length, spec, notes)
@@ -122,6 +128,7 @@ def resolve(
         kv_cache_dtype=kv_dtype,
         ops_backend=backend,
         threads=threads,
+        enable_expert_parallel=mesh.expert_parallel,
         max_model_len=length,
         max_num_batched_tokens=batched,
         enable_prefix_caching=prefix_caching,
@@ -140,21 +147,13 @@ def resolve(
         max_num_batched_tokens=batched,
         num_kv_blocks=blocks,
         kv_cache_bytes=blocks * block_bytes,
+        mesh=mesh,
         speculation=spec,
         drafter=drafter,
         asked_keys=tuple(sorted(asked.speculation_keys or ())),
         choices=tuple(notes.choices),
         adjustments=tuple(notes.adjustments),
     )
-
-
-def _refuse_later_releases(asked: EngineConfig) -> None:
-    for name in ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"):
-        if asked.get(name) > 1:
-            raise ConfigError(name, asked.get(name), "not supported yet; this release runs 1 rank")
-    if asked.parallel.enable_expert_parallel:
-        problem = "not supported yet; this release computes every expert on its one rank"
-        raise ConfigError("enable_expert_parallel", True, problem)
 
 
 def _with_speculation(asked: EngineConfig, spec: SpeculativeConfig | None) -> EngineConfig:
@@ -184,10 +183,14 @@ def _ops_backend(asked: EngineConfig, machine: MachineFacts, notes: Notes) -> st
     return backend
 
 
-def _threads(asked: EngineConfig, machine: MachineFacts, notes: Notes) -> int:
+def _threads(asked: EngineConfig, machine: MachineFacts, mesh: Mesh, notes: Notes) -> int:
     if asked.runtime.threads is None:
         reason = f"physical cores among the {machine.available_cores} available"
-        return int(notes.choose("threads", machine.physical_cores, reason))
+        threads = machine.physical_cores
+        if mesh.size > 1:
+            reason = f"{reason}, shared by {mesh.size} ranks"
+            threads = max(1, threads // mesh.size)
+        return int(notes.choose("threads", threads, reason))
     if asked.runtime.threads > machine.available_cores:
         reason = f"only {machine.available_cores} processors are available to this process"
         return int(notes.adjust("threads", asked.runtime.threads, machine.available_cores, reason))
@@ -197,7 +200,7 @@ def _threads(asked: EngineConfig, machine: MachineFacts, notes: Notes) -> int:
 def _length_and_blocks(
     asked: EngineConfig,
     model: ModelFacts,
-    free_bytes: int,
+    free: tuple[int, str],
     block_bytes: int,
     notes: Notes,
 ) -> tuple[int, int]:
@@ -209,7 +212,7 @@ def _length_and_blocks(
         problem = f"the checkpoint covers at most {model.longest} tokens{stretched}"
         raise ConfigError("max_model_len", length, problem)
     wanted = length if length is not None else _natural_length(model)
-    budget, words = _kv_budget(asked, free_bytes)
+    budget, words = _kv_budget(asked, *free)
     most = budget // block_bytes  # blocks that the budget pays for
     if most * size < (2 if length is None else length):
         _refuse_small_cache(asked, wanted, budget, words, block_bytes)
@@ -242,16 +245,18 @@ def _note_rope(model: ModelFacts, length: int, notes: Notes) -> None:
 def _natural_length(model: ModelFacts) -> int:
     """The length taken when none is asked for: under dynamic scaling the original one, because a
     base fixed for a longer range would change short requests too."""
-    return model.original_length if model.rope_type == "dynamic" else model.longest
+    if model.rope_type != "dynamic":
+        return model.longest
+    return min(model.original_length, model.longest)
 
 
-def _kv_budget(asked: EngineConfig, free: int) -> tuple[int, str]:
-    """Bytes the cache may take, and the words for where that number comes from."""
+def _kv_budget(asked: EngineConfig, free: int, ranks: str) -> tuple[int, str]:
+    """Bytes a rank's cache may take, and the words for where that number comes from."""
     explicit = asked.cache.kv_cache_memory_bytes
     if explicit is not None:
         return explicit, f"kv_cache_memory_bytes={explicit}"
     budget = free * FREE_MEMORY_SHARE_PERCENT // 100
-    share = f"{FREE_MEMORY_SHARE_PERCENT}% of the free {format_bytes(free)}"
+    share = f"{FREE_MEMORY_SHARE_PERCENT}% of the free {format_bytes(free)}{ranks}"
     return budget, f"{format_bytes(budget)} ({share})"
 
 

@@ -10,13 +10,15 @@ from dataclasses import replace
 from drumline.config.draft_table import clamp_table
 from drumline.config.engine_config import EngineConfig
 from drumline.config.facts import DrafterFacts
+from drumline.config.mesh import Mesh
 from drumline.config.notes import Notes
+from drumline.config.resolve_parallel import check_drafter_shards, without_dynamic_length
 from drumline.config.speculative import PREFIX, TOKENS_MAX, SpeculativeConfig
 from drumline.core.errors import ConfigError
 
 
 def resolve_tokens(
-    asked: EngineConfig, drafter: DrafterFacts | None, notes: Notes
+    asked: EngineConfig, drafter: DrafterFacts | None, mesh: Mesh, notes: Notes
 ) -> SpeculativeConfig | None:
     """The asked speculation with its draft length; the drafter's range still waits for L."""
     spec = asked.speculation
@@ -37,11 +39,10 @@ def resolve_tokens(
         name = PREFIX + "num_speculative_tokens_per_batch_size"
         notes.adjust(name, _listed(table), _listed(clamped), reason)
         table = clamped
-    replicas = asked.parallel.data_parallel_size
-    if spec.dp_draft_length == "static" and replicas == 1:
-        reason = "speaks with data_parallel_size above 1; one replica has nobody to agree with"
-        notes.choose(PREFIX + "dp_draft_length", "static", reason)
-    return replace(spec, num_speculative_tokens=count, num_speculative_tokens_per_batch_size=table)
+    check_drafter_shards(spec, drafter, mesh)
+    spec = replace(spec, num_speculative_tokens=count, num_speculative_tokens_per_batch_size=table)
+    length, table = without_dynamic_length(spec, mesh, notes)
+    return replace(spec, draft_length=length, num_speculative_tokens_per_batch_size=table)
 
 
 def resolve_range(

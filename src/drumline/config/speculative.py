@@ -25,6 +25,7 @@ from drumline.core.errors import ConfigError, nearest_name
 
 PREFIX = "speculative_config."
 TOKENS_MAX = 128  # vLLM's limit on drafts per request and step
+PARALLEL_MAX = 1024  # ranks of one kind: a limit on typing errors
 
 METHODS = (
     "ngram",
@@ -141,7 +142,11 @@ class SpeculativeConfig:
         when_none="the drafter's own range, at most the target's",
     )
     draft_tensor_parallel_size: int = option(
-        1, Kind.INTEGER, "ranks that share the drafter", low=1, high=1
+        1,
+        Kind.INTEGER,
+        "ranks that share the drafter: 1, or as many as share the target's layers",
+        low=1,
+        high=PARALLEL_MAX,
     )
     disable_padded_drafter_batch: bool = option(
         False, Kind.SWITCH, "draft after the host's bookkeeping; the same tokens either way"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from drumline.config import EngineConfig, ModelFacts, Resolved, read_machine, resolve
+from drumline.config.resolve_parallel import refuse_several_ranks
 from drumline.core.clock import SystemClock
 from drumline.core.errors import EngineDead, EngineError, Refused
 from drumline.core.plan import Event, SpeculationStats, StepPlan, StepResult
@@ -105,6 +106,7 @@ class EngineCore:
 
         Raises `UsageError` for whatever was asked and cannot be had.
         """
+        refuse_several_ranks(config)
         began = time.monotonic()
         path = resolve_model(config.model.model, config.model.revision)
         checkpoint = open_checkpoint(path)
