@@ -8,29 +8,15 @@
 
 #include "cpu_features.hpp"
 #include "linear.hpp"
-#include "rows.hpp"
+#include "ops_module.hpp"
 #include "sampling_module.hpp"
 #include "shm_module.hpp"
 
 namespace nb = nanobind;
 
-namespace {
-
-float* floats(std::uintptr_t address) { return reinterpret_cast<float*>(address); }
-
-const std::int64_t* integers(std::uintptr_t address) {
-    return reinterpret_cast<const std::int64_t*>(address);
-}
-
-drumline::KVType kv_type_by_name(const std::string& name) {
-    return name == "float16"    ? drumline::KVType::f16
-           : name == "bfloat16" ? drumline::KVType::bf16
-                                : drumline::KVType::f32;
-}
-
-}  // namespace
-
 NB_MODULE(_native, module) {
+    // Objects that live as long as the interpreter are no leak.
+    nb::set_leak_warnings(false);
     module.doc() = "drumline's native code: what the Python reference ops have a faster twin for.";
     module.def(
         "cpu_features",
@@ -90,78 +76,6 @@ NB_MODULE(_native, module) {
         .def_prop_ro("outputs", &drumline::PackedLinear::outputs)
         .def_prop_ro("columns", &drumline::PackedLinear::columns)
         .def_prop_ro("nbytes", &drumline::PackedLinear::nbytes);
-    module.def(
-        "rms_norm",
-        [](std::uintptr_t x, std::int64_t rows, std::int64_t width, std::int64_t stride,
-           std::uintptr_t weight, float eps, std::uintptr_t out, const std::string& path) {
-            drumline::rms_norm(floats(x), rows, width, stride, floats(weight), eps, floats(out),
-                               drumline::path_by_name(path));
-        });
-    module.def("silu_and_mul", [](std::uintptr_t x, std::int64_t rows, std::int64_t width,
-                                  std::uintptr_t out, int threads, const std::string& path) {
-        drumline::silu_and_mul(floats(x), rows, width, floats(out), threads,
-                               drumline::path_by_name(path));
-    });
-    module.def("rope", [](std::uintptr_t x, std::int64_t tokens, std::int64_t heads,
-                          std::int64_t head_dim, std::int64_t stride, std::uintptr_t positions,
-                          std::uintptr_t cos, std::uintptr_t sin, std::int64_t half,
-                          std::uintptr_t out, const std::string& path) {
-        drumline::rope(floats(x), tokens, heads, head_dim, stride, integers(positions), floats(cos),
-                       floats(sin), half, floats(out), drumline::path_by_name(path));
-    });
-    module.def("attention", [](std::uintptr_t query, std::uintptr_t key, std::uintptr_t value,
-                               std::int64_t key_stride, std::int64_t value_stride,
-                               std::uintptr_t keys, std::uintptr_t values, const std::string& kv_type,
-                               std::uintptr_t positions,
-                               std::uintptr_t slots, std::uintptr_t tables,
-                               std::uintptr_t table_start, std::int64_t tokens, std::int64_t heads,
-                               std::int64_t kv_heads, std::int64_t head_dim, std::int64_t block_size,
-                               std::int64_t first_key, float scale, std::uintptr_t out, int threads,
-                               const std::string& path) {
-        drumline::AttentionJob job;
-        job.query = floats(query);
-        job.key = floats(key);
-        job.value = floats(value);
-        job.key_stride = key_stride;
-        job.value_stride = value_stride;
-        job.keys = reinterpret_cast<void*>(keys);
-        job.values = reinterpret_cast<void*>(values);
-        job.kv_type = kv_type_by_name(kv_type);
-        job.positions = integers(positions);
-        job.slots = integers(slots);
-        job.tables = integers(tables);
-        job.table_start = integers(table_start);
-        job.tokens = tokens;
-        job.heads = heads;
-        job.kv_heads = kv_heads;
-        job.head_dim = head_dim;
-        job.block_size = block_size;
-        job.first_key = first_key;
-        job.scale = scale;
-        job.out = floats(out);
-        const drumline::Path chosen = drumline::path_by_name(path);
-        const nb::gil_scoped_release unlocked;
-        drumline::attention(job, threads, chosen);
-    });
-    module.def("write_kv", [](std::uintptr_t key, std::uintptr_t value, std::int64_t key_stride,
-                              std::int64_t value_stride, std::uintptr_t keys, std::uintptr_t values,
-                              const std::string& kv_type, std::uintptr_t slots, std::int64_t tokens,
-                              std::int64_t kv_heads, std::int64_t head_dim, std::int64_t block_size,
-                              const std::string& path) {
-        drumline::AttentionJob job;
-        job.key = floats(key);
-        job.value = floats(value);
-        job.key_stride = key_stride;
-        job.value_stride = value_stride;
-        job.keys = reinterpret_cast<void*>(keys);
-        job.values = reinterpret_cast<void*>(values);
-        job.kv_type = kv_type_by_name(kv_type);
-        job.slots = integers(slots);
-        job.tokens = tokens;
-        job.kv_heads = kv_heads;
-        job.head_dim = head_dim;
-        job.block_size = block_size;
-        drumline::write_kv(job, drumline::path_by_name(path));
-    });
+    drumline::bind_ops(module);
     drumline::bind_sampling(module);
 }

@@ -52,8 +52,8 @@ void Pool::take_parts(std::uint32_t job) {
         if (!ticket_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) {
             continue;
         }
-        // The job cannot end before this part has, so body_ is its body.
-        (*body_)(static_cast<int>(next));
+        // The job cannot end before this part has, so call_ and body_ are its own.
+        call_(body_, static_cast<int>(next));
         if (parts_left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
             parts_left_.notify_all();
         }
@@ -85,16 +85,11 @@ void Pool::work() {
     }
 }
 
-void Pool::run(int threads, int parts, const std::function<void(int)>& body) {
-    if (threads <= 1 || parts <= 1) {
-        for (int part = 0; part < parts; ++part) {
-            body(part);
-        }
-        return;
-    }
+void Pool::run_job(int threads, int parts, Call call, const void* body) {
     const std::lock_guard<std::mutex> lock(one_job_);
     grow(threads - 1);
-    body_ = &body;
+    call_ = call;
+    body_ = body;
     parts_left_.store(static_cast<std::uint32_t>(parts));
     seats_.store(threads - 1);
     const std::uint32_t job = job_.load() + 1;

@@ -42,7 +42,17 @@ DRUMLINE_INLINE v8f load8(const std::uint16_t* from) {
     return out;
 }
 
+typedef std::int8_t v8c __attribute__((vector_size(8)));
+
+DRUMLINE_INLINE v8f load8(const std::int8_t* from) {
+    v8c small;
+    std::memcpy(&small, from, sizeof small);
+    return __builtin_convertvector(__builtin_convertvector(small, v8i), v8f);
+}
+
 DRUMLINE_INLINE float load1(const float* from) { return *from; }
+
+DRUMLINE_INLINE float load1(const std::int8_t* from) { return static_cast<float>(*from); }
 
 DRUMLINE_INLINE float load1(const _Float16* from) { return static_cast<float>(*from); }
 

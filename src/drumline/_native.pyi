@@ -24,11 +24,156 @@ class PackedLinear:
     @property
     def nbytes(self) -> int: ...
 
+class Workspace:
+    """Instruction-set path, precision of activations, and memory between operations."""
+
+    def __init__(self, path: str, fine: bool) -> None: ...
+
+class Dense:
+    def __init__(self, parts: list[PackedLinear], bias: int) -> None: ...
+    def take_rows(self, ids: int, count: int, out: int, /) -> None: ...
+    def linear(
+        self,
+        space: Workspace,
+        norm: int,
+        eps: float,
+        x: int,
+        rows: int,
+        x_stride: int,
+        out: int,
+        threads: int,
+        /,
+    ) -> None: ...
+
+class Attention:
+    def __init__(
+        self,
+        norm: int,
+        qkv: Dense,
+        q_norm: int,
+        k_norm: int,
+        o: Dense,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        /,
+    ) -> None: ...
+
+class FeedForward:
+    def __init__(self, norm: int, gate_up: Dense, down: Dense, eps: float, /) -> None: ...
+
+class Experts:
+    def __init__(self, experts: list[tuple[Dense, Dense]], /) -> None: ...
+    def outputs(
+        self,
+        space: Workspace,
+        x: int,
+        rows: int,
+        ids: int,
+        per_token: int,
+        out: int,
+        threads: int,
+        /,
+    ) -> None: ...
+
+class MixtureOfExperts:
+    def __init__(
+        self,
+        norm: int,
+        router: Dense,
+        experts: Experts,
+        per_token: int,
+        normalize: bool,
+        eps: float,
+        /,
+    ) -> None: ...
+
+class KVCache:
+    def __init__(
+        self,
+        keys: int,
+        values: int,
+        key_scales: int,
+        value_scales: int,
+        type: str,
+        blocks: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        /,
+    ) -> None: ...
+
+class Places:
+    def __init__(
+        self,
+        tokens: int,
+        positions: int,
+        slots: int,
+        tables: int,
+        table_start: int,
+        first_key: int,
+        /,
+    ) -> None: ...
+
+class Stack:
+    def __init__(self, cos: int, sin: int, half: int, /) -> None: ...
+    def add_dense(self, attention: Attention, dense: FeedForward, /) -> None: ...
+    def add_experts(self, attention: Attention, experts: MixtureOfExperts, /) -> None: ...
+    def attend(
+        self,
+        index: int,
+        space: Workspace,
+        cache: KVCache,
+        places: Places,
+        x: int,
+        x_stride: int,
+        residual: int,
+        out: int,
+        threads: int,
+        /,
+    ) -> None: ...
+    def feed_forward(
+        self,
+        index: int,
+        space: Workspace,
+        x: int,
+        rows: int,
+        residual: int,
+        out: int,
+        threads: int,
+        /,
+    ) -> None: ...
+    def run(
+        self,
+        space: Workspace,
+        cache: KVCache,
+        places: Places,
+        x: int,
+        entry: int,
+        entry_stride: int,
+        taps: list[tuple[int, int]],
+        threads: int,
+        /,
+    ) -> None: ...
+
 def rms_norm(
-    x: int, rows: int, width: int, stride: int, weight: int, eps: float, out: int, path: str, /
+    space: Workspace,
+    x: int,
+    rows: int,
+    width: int,
+    stride: int,
+    weight: int,
+    eps: float,
+    out: int,
+    threads: int,
+    /,
 ) -> None: ...
-def silu_and_mul(x: int, rows: int, width: int, out: int, threads: int, path: str, /) -> None: ...
+def silu_and_mul(
+    space: Workspace, x: int, rows: int, width: int, out: int, threads: int, /
+) -> None: ...
 def rope(
+    space: Workspace,
     x: int,
     tokens: int,
     heads: int,
@@ -39,51 +184,60 @@ def rope(
     sin: int,
     half: int,
     out: int,
-    path: str,
+    threads: int,
     /,
 ) -> None: ...
-def attention(
-    query: int,
-    key: int,
-    value: int,
-    key_stride: int,
-    value_stride: int,
-    keys: int,
+def argmax(
+    space: Workspace, x: int, rows: int, width: int, stride: int, out: int, threads: int, /
+) -> None: ...
+def top_k(
+    space: Workspace,
+    x: int,
+    rows: int,
+    width: int,
+    stride: int,
+    k: int,
     values: int,
-    kv_type: str,
-    positions: int,
-    slots: int,
-    tables: int,
-    table_start: int,
-    tokens: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    first_key: int,
-    scale: float,
-    out: int,
+    ids: int,
     threads: int,
-    path: str,
+    /,
+) -> None: ...
+def route(
+    space: Workspace,
+    logits: int,
+    rows: int,
+    count: int,
+    per_token: int,
+    normalize: bool,
+    ids: int,
+    weights: int,
     /,
 ) -> None: ...
 def write_kv(
+    space: Workspace,
+    cache: KVCache,
+    layer: int,
+    slots: int,
+    tokens: int,
     key: int,
     value: int,
     key_stride: int,
     value_stride: int,
-    keys: int,
-    values: int,
-    kv_type: str,
-    slots: int,
-    tokens: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    path: str,
     /,
 ) -> None: ...
-
+def attention(
+    space: Workspace,
+    cache: KVCache,
+    places: Places,
+    layer: int,
+    query: int,
+    query_stride: int,
+    heads: int,
+    scale: float,
+    out: int,
+    threads: int,
+    /,
+) -> None: ...
 def draw_places(
     where: int,
     reals: int,

@@ -113,7 +113,7 @@ class World:
             tuple(starts),
             tuple(piece.sequence.block_ids for piece in pieces),
         )
-        taps = tuple(range(len(self.target.layers) + 1))
+        taps = tuple(range(self.target.kv_spec.layers + 1))
         return self.target.forward(torch.tensor(ids), batch, self.cache, taps)
 
     def step(self, pieces: list[Piece], draft_k: int) -> list[tuple[int, ...]]:

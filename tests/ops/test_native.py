@@ -309,6 +309,10 @@ def test_infinite_keys_of_a_former_owner_stay_masked() -> None:
 
 
 def test_refusals() -> None:
+    table = NativeOps().load_embedding(weight("Q8_0", 5, 32, seed=1))
+    for wrong in (-1, 5):
+        with pytest.raises(IndexError, match=f"no row {wrong} in a table of 5"):
+            NativeOps().embedding(torch.tensor([0, wrong]), table)
     with pytest.raises(ConfigError, match="path"):
         NativeOps(path="abacus")
     with pytest.raises(ValueError, match="no native linear"):

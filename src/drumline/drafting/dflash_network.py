@@ -280,4 +280,4 @@ class DFlashNetwork:
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """``[rows, hidden]`` → ``[rows, draft vocab]``."""
-        return self.ops.linear(self.ops.rms_norm(x, self.norm, self.eps), self.head)
+        return self.ops.norm_linear(x, self.norm, self.eps, self.head)

@@ -40,10 +40,11 @@ from drumline.drafting.checkpoint import (
 )
 from drumline.drafting.neural import (
     TapDrafter,
-    build_layers,
     kv_spec_of,
+    load_layers,
     network_facts,
     positions_of,
+    with_entry,
 )
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.config import ArchitectureConfig
@@ -110,8 +111,6 @@ class EagleNetwork:
         self.hidden_size = config.hidden_size
         self.target_norm = context.target.final_norm
         self.target_eps = context.checkpoint.config.rms_norm_eps
-        self.eps = config.rms_norm_eps
-        self.rope = build_rope(config, positions, ops.device)
         own = weights.get(EMBEDDING)
         self.embedding: Linear = (
             context.target.embedding if own is None else ops.load_embedding(own)
@@ -123,19 +122,17 @@ class EagleNetwork:
         )
         # The block wants an input norm, which layer 0 has not; it is never used.
         unused = WeightTensor(FIRST_NORM, (self.hidden_size,), "F32", torch.ones(self.hidden_size))
-        self.layers = build_layers(config, {**weights, FIRST_NORM: unused}, ops)
+        layers = with_entry(load_layers(config, {**weights, FIRST_NORM: unused}, ops))
+        self.stack = ops.load_stack(layers, build_rope(config, positions, ops.device))
 
     def read(self, output: ModelOutput, index: Tensor) -> Tensor:
         last = output.hidden.index_select(0, index)
         return self.ops.rms_norm(last, self.target_norm, self.target_eps)
 
     def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
-        ops, first = self.ops, self.layers[0]
+        ops = self.ops
         x = ops.linear(torch.cat((ops.embedding(ids, self.embedding), hidden), dim=1), self.fc)
-        x = ops.add(x, first.attend(x, batch, cache, self.rope))
-        x = ops.add(x, first.feed_forward(ops.rms_norm(x, first.post_norm, self.eps)))
-        for layer in self.layers[1:]:
-            x = layer.forward(x, batch, cache, self.rope)
+        x, _ = ops.run_stack(x, self.stack, batch, cache, entry=x)
         return x
 
     def feed_back(self, x: Tensor) -> Tensor:

@@ -48,10 +48,11 @@ from drumline.drafting.checkpoint import (
 )
 from drumline.drafting.neural import (
     TapDrafter,
-    build_layers,
     kv_spec_of,
+    load_layers,
     network_facts,
     positions_of,
+    with_entry,
 )
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.config import ArchitectureConfig, Fields
@@ -216,7 +217,6 @@ class Eagle3Network:
         self.eps = config.rms_norm_eps
         self.norm_before_residual = draft.norm_before_residual
         self.norm_output = draft.norm_output
-        self.rope = build_rope(config, positions, ops.device)
         own = weights.get(EMBEDDING)
         self.embedding: Linear = (
             context.target.embedding if own is None else ops.load_embedding(own)
@@ -230,7 +230,10 @@ class Eagle3Network:
         )
         self.fc = ops.load_linear([weights["fc.weight"]])
         self.hidden_norm = ops.load_vector(weights[HIDDEN_NORM])
-        self.layers = build_layers(config, weights, ops)
+        layers = load_layers(config, weights, ops)
+        self.token_norm = layers[0].attention.norm  # the first layer's own input norm
+        rope = build_rope(config, positions, ops.device)
+        self.stack = ops.load_stack(with_entry(layers), rope)
         self.norm = ops.load_vector(weights["norm.weight"])
         self.head = ops.load_linear([weights["lm_head.weight"]])
 
@@ -248,22 +251,20 @@ class Eagle3Network:
         return ops.linear(fused, self.fc)  # [entries, hidden]
 
     def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
-        ops, first = self.ops, self.layers[0]
-        token = ops.rms_norm(ops.embedding(ids, self.embedding), first.input_norm, self.eps)
+        ops = self.ops
+        assert self.token_norm is not None
+        token = ops.rms_norm(ops.embedding(ids, self.embedding), self.token_norm, self.eps)
         normed = ops.rms_norm(hidden, self.hidden_norm, self.eps)
-        residual = normed if self.norm_before_residual else hidden
         entry = torch.cat((token, normed), dim=1)  # [tokens, 2 * hidden]
-        x = ops.add(residual, first.attend(entry, batch, cache, self.rope))
-        x = ops.add(x, first.feed_forward(ops.rms_norm(x, first.post_norm, self.eps)))
-        for layer in self.layers[1:]:
-            x = layer.forward(x, batch, cache, self.rope)
+        residual = normed if self.norm_before_residual else hidden
+        x, _ = ops.run_stack(residual, self.stack, batch, cache, entry=entry)
         return x
 
     def feed_back(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.norm, self.eps) if self.norm_output else x
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        return self.ops.linear(self.ops.rms_norm(x, self.norm, self.eps), self.head)
+        return self.ops.norm_linear(x, self.norm, self.eps, self.head)
 
 
 def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:

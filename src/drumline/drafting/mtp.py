@@ -54,8 +54,8 @@ from drumline.drafting.checkpoint import (
 )
 from drumline.drafting.neural import (
     TapDrafter,
-    build_layers,
     kv_spec_of,
+    load_layers,
     network_facts,
     positions_of,
 )
@@ -255,12 +255,12 @@ class MtpNetwork:
         self.eps = config.rms_norm_eps
         self.target_norm = context.target.final_norm if draft.hidden_normed else None
         self.target_eps = context.checkpoint.config.rms_norm_eps
-        self.rope = build_rope(config, positions, ops.device)
         self.embedding: Linear = context.target.embedding
         self.token_norm = ops.load_vector(weights[TOKEN_NORM])
         self.hidden_norm = ops.load_vector(weights[HIDDEN_NORM])
         self.proj = ops.load_linear([weights[PROJ]])
-        (self.block,) = build_layers(config, weights, ops)
+        rope = build_rope(config, positions, ops.device)
+        self.stack = ops.load_stack(load_layers(config, weights, ops), rope)
         self.final_norm = ops.load_vector(weights[FINAL_NORM])
         self.head: Linear = context.target.head
         if draft.table is not None:
@@ -277,7 +277,7 @@ class MtpNetwork:
         token = ops.rms_norm(ops.embedding(ids, self.embedding), self.token_norm, self.eps)
         normed = ops.rms_norm(hidden, self.hidden_norm, self.eps)
         x = ops.linear(torch.cat((token, normed), dim=1), self.proj)  # [tokens, hidden]
-        x = self.block.forward(x, batch, cache, self.rope)
+        x, _ = ops.run_stack(x, self.stack, batch, cache)
         return ops.rms_norm(x, self.final_norm, self.eps)
 
     def feed_back(self, x: Tensor) -> Tensor:

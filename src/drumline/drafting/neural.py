@@ -30,7 +30,7 @@ from drumline.drafting.passes import Lane, PassInputs, draw, proposal
 from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import KVSpec, ModelOutput
 from drumline.models.registry import model_module
-from drumline.ops.base import KVCache, Ops, PagedBatch
+from drumline.ops.base import KVCache, LayerWeights, Ops, PagedBatch
 from drumline.ops.weights import WeightTensor
 from drumline.sampling.draft import DraftSampler
 
@@ -224,10 +224,18 @@ class TapDrafter:
         return torch.tensor(values, dtype=torch.int64, device=self.ops.device)
 
 
-def build_layers(config: ArchitectureConfig, weights: Mapping[str, WeightTensor], ops: Ops) -> Any:
+def load_layers(
+    config: ArchitectureConfig, weights: Mapping[str, WeightTensor], ops: Ops
+) -> list[LayerWeights]:
     """The draft's transformer blocks: those of the architecture that its config names."""
-    make = model_module(config.model_type).Layer
-    return [make(config, weights, ops, index) for index in range(config.num_hidden_layers)]
+    load_layer = model_module(config.model_type).load_layer
+    return [load_layer(config, weights, ops, index) for index in range(config.num_hidden_layers)]
+
+
+def with_entry(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
+    """The same layers, the first without its input norm: it takes an ``entry`` as it comes."""
+    first = replace(layers[0], attention=replace(layers[0].attention, norm=None))
+    return [first, *layers[1:]]
 
 
 def positions_of(config: ArchitectureConfig, context: DrafterContext) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drumline.core.errors import ConfigError
 from drumline.models.config import ArchitectureConfig
-from drumline.ops.base import Linear, Ops
+from drumline.ops.base import FeedForwardWeights, KVCache, Linear, Ops, PagedBatch, Stack
 from drumline.ops.weights import WeightTensor
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -36,6 +36,33 @@ class ModelOutput:
     taps: Mapping[int, Tensor] = field(default_factory=dict)
 
 
+# Adds up what the ranks that share a block each computed of it: ``[tokens, hidden]``.
+Reduce = Callable[[Tensor], Tensor]
+
+
+def run_layers(
+    ops: Ops,
+    x: Tensor,
+    stack: Stack,
+    batch: PagedBatch,
+    cache: KVCache,
+    taps: Sequence[int] = (),
+    reduce: Reduce | None = None,
+) -> ModelOutput:
+    """All layers over the residual stream ``[tokens, hidden]``, in one operation where this rank
+    computes whole blocks, else block by block, each reduced before it is added."""
+    if reduce is None:
+        return ModelOutput(*ops.run_stack(x, stack, batch, cache, taps))
+    batch = ops.prepare(batch, cache.block_size)
+    tapped = {0: x} if 0 in taps else {}
+    for index in range(len(stack)):
+        x = ops.add(x, reduce(ops.attend(x, stack, index, batch, cache)))
+        x = ops.add(x, reduce(ops.feed_forward(x, stack, index)))
+        if index + 1 in taps:
+            tapped[index + 1] = x
+    return ModelOutput(x, tapped)
+
+
 def check_length(config: ArchitectureConfig, max_model_len: int) -> None:
     """ConfigError where a sliding window would be active, since attention here is full."""
     window = config.sliding_window
@@ -57,6 +84,23 @@ def stack(
         return ops.load_linear(parts)
     biases = [ops.load_vector(weights[f"{prefix}.bias"]) for prefix in prefixes]
     return ops.load_linear(parts, torch.cat(biases))
+
+
+def load_feed_forward(
+    config: ArchitectureConfig,
+    weights: Mapping[str, WeightTensor],
+    ops: Ops,
+    prefix: str,
+    bias: bool = False,
+) -> FeedForwardWeights:
+    """The dense feed-forward of the layer named ``prefix``."""
+    mlp = f"{prefix}.mlp"
+    return FeedForwardWeights(
+        norm=ops.load_vector(weights[f"{prefix}.post_attention_layernorm.weight"]),
+        gate_up=stack(ops, weights, [f"{mlp}.gate_proj", f"{mlp}.up_proj"], bias),
+        down=stack(ops, weights, [f"{mlp}.down_proj"], bias),
+        eps=config.rms_norm_eps,
+    )
 
 
 def common_shapes(config: ArchitectureConfig) -> dict[str, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drumline.core.errors import CheckpointError
 from drumline.models.config import ExpertsConfig
-from drumline.ops.base import Ops
+from drumline.ops.base import MoeWeights, Ops
 from drumline.ops.weights import WeightTensor
 
 FUSED_GATE_UP = "experts.gate_up_proj"
@@ -41,28 +41,27 @@ def expert_shapes(
     return shapes
 
 
-class MoeBlock:
-    """Router and experts of one layer. Holds no state of any sequence."""
-
-    def __init__(
-        self, experts: ExpertsConfig, weights: Mapping[str, WeightTensor], ops: Ops, prefix: str
-    ) -> None:
-        """``weights`` has the names of `expert_shapes`."""
-        self.ops = ops
-        self.per_token = experts.per_token
-        self.normalize = experts.normalize
-        self.router = ops.load_linear([weights[f"{prefix}.gate.weight"]])
-        names = [f"{prefix}.experts.{expert}" for expert in range(experts.count)]
-        self.experts = ops.load_experts(
+def load_experts(
+    experts: ExpertsConfig,
+    weights: Mapping[str, WeightTensor],
+    ops: Ops,
+    prefix: str,
+    norm: Tensor,
+    eps: float,
+) -> MoeWeights:
+    """Router and experts of one layer; ``weights`` has the names of `expert_shapes`."""
+    names = [f"{prefix}.experts.{expert}" for expert in range(experts.count)]
+    return MoeWeights(
+        norm=norm,
+        router=ops.load_linear([weights[f"{prefix}.gate.weight"]]),
+        experts=ops.load_experts(
             [[weights[f"{n}.gate_proj.weight"], weights[f"{n}.up_proj.weight"]] for n in names],
             [weights[f"{n}.down_proj.weight"] for n in names],
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, hidden]``, normed → ``[tokens, hidden]``, to be added to the residual."""
-        ops = self.ops
-        routing = ops.route(ops.linear(x, self.router), self.per_token, self.normalize)
-        return ops.combine(ops.expert_outputs(x, routing, self.experts), routing.weights)
+        ),
+        per_token=experts.per_token,
+        normalize=experts.normalize,
+        eps=eps,
+    )
 
 
 def split_fused_experts(path: Path, tensors: Mapping[str, WeightTensor]) -> dict[str, WeightTensor]:

@@ -24,11 +24,13 @@ from drumline.models.layers import (
     ModelOutput,
     check_length,
     common_shapes,
+    load_feed_forward,
+    run_layers,
     stack,
     with_biases,
 )
 from drumline.models.rope import build_rope
-from drumline.ops.base import KVCache, Ops, PagedBatch, RopeTable
+from drumline.ops.base import AttentionWeights, KVCache, LayerWeights, Ops, PagedBatch
 from drumline.ops.weights import WeightTensor
 
 
@@ -43,50 +45,25 @@ def tensor_shapes(config: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class Layer:
+def load_layer(
+    config: ArchitectureConfig, weights: Mapping[str, WeightTensor], ops: Ops, index: int
+) -> LayerWeights:
     """One transformer block."""
-
-    def __init__(
-        self, config: ArchitectureConfig, weights: Mapping[str, WeightTensor], ops: Ops, index: int
-    ) -> None:
-        prefix = f"model.layers.{index}"
-        attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        self.ops = ops
-        self.index = index
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.head_dim = config.head_dim
-        self.eps = config.rms_norm_eps
-        self.scale = config.head_dim**-0.5
-        self.input_norm = ops.load_vector(weights[f"{prefix}.input_layernorm.weight"])
-        projections = [f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"]
-        self.qkv = stack(ops, weights, projections, config.attention_bias)
-        self.q_norm = ops.load_vector(weights[f"{attn}.q_norm.weight"])
-        self.k_norm = ops.load_vector(weights[f"{attn}.k_norm.weight"])
-        self.o = stack(ops, weights, [f"{attn}.o_proj"], config.attention_bias)
-        self.post_norm = ops.load_vector(weights[f"{prefix}.post_attention_layernorm.weight"])
-        self.gate_up = stack(ops, weights, [f"{mlp}.gate_proj", f"{mlp}.up_proj"], bias=False)
-        self.down = stack(ops, weights, [f"{mlp}.down_proj"], bias=False)
-
-    def forward(self, x: Tensor, batch: PagedBatch, cache: KVCache, rope: RopeTable) -> Tensor:
-        """``[tokens, hidden]`` residual stream → the same, after this block."""
-        ops = self.ops
-        x = ops.add(x, self.attend(ops.rms_norm(x, self.input_norm, self.eps), batch, cache, rope))
-        return ops.add(x, self.feed_forward(ops.rms_norm(x, self.post_norm, self.eps)))
-
-    def attend(self, x: Tensor, batch: PagedBatch, cache: KVCache, rope: RopeTable) -> Tensor:
-        ops, tokens = self.ops, x.shape[0]
-        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        qkv = ops.linear(x, self.qkv)
-        q, k, v = qkv[:, :width], qkv[:, width : width + kv_width], qkv[:, width + kv_width :]
-        q = ops.rms_norm(q.reshape(tokens, self.heads, self.head_dim), self.q_norm, self.eps)
-        k = ops.rms_norm(k.reshape(tokens, self.kv_heads, self.head_dim), self.k_norm, self.eps)
-        q, k = ops.rope(q, batch.positions, rope), ops.rope(k, batch.positions, rope)
-        v = v.reshape(tokens, self.kv_heads, self.head_dim)
-        return ops.linear(ops.attention(q, k, v, cache, self.index, batch, self.scale), self.o)
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        return self.ops.linear(self.ops.silu_and_mul(self.ops.linear(x, self.gate_up)), self.down)
+    prefix = f"model.layers.{index}"
+    attn = f"{prefix}.self_attn"
+    projections = [f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"]
+    attention = AttentionWeights(
+        norm=ops.load_vector(weights[f"{prefix}.input_layernorm.weight"]),
+        qkv=stack(ops, weights, projections, config.attention_bias),
+        o=stack(ops, weights, [f"{attn}.o_proj"], config.attention_bias),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        q_norm=ops.load_vector(weights[f"{attn}.q_norm.weight"]),
+        k_norm=ops.load_vector(weights[f"{attn}.k_norm.weight"]),
+    )
+    return LayerWeights(attention, load_feed_forward(config, weights, ops, prefix))
 
 
 class Model:
@@ -103,32 +80,27 @@ class Model:
         check_length(config, max_model_len)
         self.config = config
         self.ops = ops
-        self.rope = build_rope(config, max_model_len, ops.device)
         self.embedding = ops.load_embedding(weights[EMBEDDING])
-        self.layers = [Layer(config, weights, ops, i) for i in range(config.num_hidden_layers)]
+        layers = [load_layer(config, weights, ops, i) for i in range(config.num_hidden_layers)]
+        self.stack = ops.load_stack(layers, build_rope(config, max_model_len, ops.device))
         self.final_norm = ops.load_vector(weights[FINAL_NORM])
         tied = config.tie_word_embeddings
         self.head = self.embedding if tied else ops.load_linear([weights[HEAD]])
 
     @property
     def kv_spec(self) -> KVSpec:
-        return KVSpec(len(self.layers), self.config.num_key_value_heads, self.config.head_dim)
+        config = self.config
+        return KVSpec(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
 
     def forward(
         self, ids: Tensor, batch: PagedBatch, cache: KVCache, taps: tuple[int, ...] = ()
     ) -> ModelOutput:
         """``[tokens]`` int64 → hidden states, and the residual stream after each of ``taps``."""
-        assert all(0 <= tap <= len(self.layers) for tap in taps), taps
-        batch = self.ops.prepare(batch, cache.block_size)
+        assert all(0 <= tap <= len(self.stack) for tap in taps), taps
         x = self.ops.embedding(ids, self.embedding)
-        tapped = {0: x} if 0 in taps else {}
-        for layer in self.layers:
-            x = layer.forward(x, batch, cache, self.rope)
-            if layer.index + 1 in taps:
-                tapped[layer.index + 1] = x
-        return ModelOutput(x, tapped)
+        return run_layers(self.ops, x, self.stack, batch, cache, taps)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` before the final norm → ``[rows, vocab]``."""
-        normed = self.ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
-        return self.ops.linear(normed, self.head)
+        eps = self.config.rms_norm_eps
+        return self.ops.norm_linear(hidden, self.final_norm, eps, self.head)

@@ -84,6 +84,58 @@ class Routing:
     weights: Tensor  # float32
 
 
+@dataclass(frozen=True)
+class AttentionWeights:
+    """One attention block: ``o(attention(rope(q), rope(k), v))`` with q, k, v of ``qkv(norm(x))``,
+    stacked in this order. Scores are divided by the root of ``head_dim``."""
+
+    norm: Tensor | None  # [hidden]; None: x comes as qkv takes it
+    qkv: Linear
+    o: Linear
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    q_norm: Tensor | None = None  # [head_dim], over each head of q before rope
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FeedForwardWeights:
+    """``down(silu(gate) * up)`` with gate, up of ``gate_up(norm(x))``."""
+
+    norm: Tensor
+    gate_up: Linear
+    down: Linear
+    eps: float
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    """The sum of weight * expert(norm(x)) over the ``per_token`` experts that `Ops.route` picks."""
+
+    norm: Tensor
+    router: Linear
+    experts: Experts
+    per_token: int
+    normalize: bool
+    eps: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer: each of its two blocks is added to the residual stream."""
+
+    attention: AttentionWeights
+    feed_forward: FeedForwardWeights | MoeWeights
+
+
+class Stack(Protocol):
+    """Decoder layers prepared by a backend's `load_stack`; only that backend reads them."""
+
+    def __len__(self) -> int: ...
+
+
 class KVCache(Protocol):
     """Keys and values of all layers in fixed-size blocks, as a backend lays them out."""
 
@@ -125,6 +177,10 @@ class Ops(Protocol):
         hidden]`` (gate first), and ``[hidden, width]``."""
         ...
 
+    def load_stack(self, layers: Sequence[LayerWeights], rope: RopeTable) -> Stack:
+        """Prepares layers, whose weights this backend has loaded, for `run_stack`."""
+        ...
+
     def allocate_kv(
         self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str
     ) -> KVCache: ...
@@ -135,6 +191,10 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         """``[tokens, in]`` → ``[tokens, out]``, bias added if the weight has one."""
+        ...
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Linear) -> Tensor:
+        """`linear` of `rms_norm`: the end of a model, its final norm and its head."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -194,4 +254,48 @@ class Ops(Protocol):
     ) -> Tensor:
         """Writes keys and values to their slots, then causal attention over the cache.
         Returns ``[tokens, heads * head_dim]``."""
+        ...
+
+    def attend(
+        self,
+        x: Tensor,
+        stack: Stack,
+        index: int,
+        batch: PagedBatch,
+        cache: KVCache,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """The attention block of layer ``index``, which is also its layer of the cache:
+        ``[tokens, in]`` → ``[tokens, hidden]``, added to ``residual`` if there is one."""
+        ...
+
+    def feed_forward(
+        self, x: Tensor, stack: Stack, index: int, residual: Tensor | None = None
+    ) -> Tensor:
+        """The other block of layer ``index``, in the same way."""
+        ...
+
+    def run_stack(
+        self,
+        x: Tensor,
+        stack: Stack,
+        batch: PagedBatch,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        entry: Tensor | None = None,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """All layers, one after the other: the residual stream ``[tokens, hidden]`` before them →
+        after them, and copies of it after so many layers as each of ``taps`` says (0: before).
+
+        ``entry`` ``[tokens, in]``: what layer 0 attends to in place of x, to which it is added."""
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """``[rows, n]`` → ``[rows]`` int64: where the largest stands, ties to the lowest id. Not a
+        number counts as larger than everything."""
+        ...
+
+    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """``[rows, n]`` → the ``k`` largest ``[rows, k]``, in descending order, and their ids; ties
+        by ascending id."""
         ...

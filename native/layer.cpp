@@ -1,0 +1,330 @@
+#include "layer.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "pool.hpp"
+#include "rows.hpp"
+
+namespace drumline {
+namespace {
+
+// Rows that go through a block together: what lies between its products stays in the second-level
+// cache, and each weight, read once per tile, is used often enough to cost nothing.
+constexpr std::int64_t tile_rows = 128;
+
+std::size_t count_of(std::int64_t rows, std::int64_t width) {
+    return static_cast<std::size_t>(rows * width);
+}
+
+// body(row) for each of `rows` rows. Few rows are done by the caller: waking others costs more.
+template <typename Body>
+void each_row(const Run& run, std::int64_t rows, const Body& body) {
+    const std::int64_t most = run.threads > 1 ? 4 * run.threads : 1;
+    const int parts = static_cast<int>(std::max<std::int64_t>(1, std::min(rows / 4, most)));
+    Pool::instance().run(run.threads, parts, [&](int part) {
+        for (std::int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
+            body(row);
+        }
+    });
+}
+
+// body(first row, rows) tile by tile.
+template <typename Body>
+void each_tile(std::int64_t rows, const Body& body) {
+    for (std::int64_t row = 0; row < rows; row += tile_rows) {
+        body(row, std::min(tile_rows, rows - row));
+    }
+}
+
+// Rows as a product takes them: normed if there is a norm, else as they are.
+struct Rows {
+    const float* x;
+    std::int64_t stride;
+};
+
+Rows normed(const Run& run, const float* norm, float eps, const float* x, std::int64_t rows,
+            std::int64_t width, std::int64_t stride) {
+    if (norm == nullptr) {
+        return {x, stride};
+    }
+    const RowKernels& kernels = row_kernels(run.space.path);
+    float* out = run.space.scratch.normed.take(count_of(rows, width));
+    each_row(run, rows, [&](std::int64_t row) {
+        kernels.rms_norm(x + row * stride, width, norm, eps, out + row * width);
+    });
+    return {out, width};
+}
+
+// product [rows, width] + bias + residual → out; the last two may be null.
+void add_up(const Run& run, float* product, const float* bias, const float* residual,
+            std::int64_t rows, std::int64_t width, float* out) {
+    const RowKernels& kernels = row_kernels(run.space.path);
+    each_row(run, rows, [&](std::int64_t row) {
+        float* own = product + row * width;
+        if (bias != nullptr) {
+            kernels.add(own, bias, width, own);
+        }
+        if (residual != nullptr) {
+            kernels.add(residual + row * width, own, width, out + row * width);
+        } else if (out != product) {
+            std::memcpy(out + row * width, own, sizeof(float) * static_cast<std::size_t>(width));
+        }
+    });
+}
+
+// silu(gate) * up of rows of gate_up(x).
+float* gated(const Run& run, const Dense& gate_up, const Rows& in, std::int64_t rows) {
+    const RowKernels& kernels = row_kernels(run.space.path);
+    const std::int64_t width = gate_up.outputs / 2;
+    float* both = run.space.scratch.gate_up.take(count_of(rows, 2 * width));
+    float* out = run.space.scratch.gated.take(count_of(rows, width));
+    gate_up.multiply(run, in.x, rows, in.stride, both, 2 * width);
+    each_row(run, rows, [&](std::int64_t row) {
+        float* own = both + row * 2 * width;
+        if (gate_up.bias != nullptr) {
+            kernels.add(own, gate_up.bias, 2 * width, own);
+        }
+        kernels.silu_and_mul(own, own + width, width, out + row * width);
+    });
+    return out;
+}
+
+// One token's q, k, v: bias, norm per head, rope; keys and values go to their slot.
+struct Projection {
+    const Attention& weights;
+    const KVCache& cache;
+    const Places& places;
+    const Rope& rope;
+    std::int64_t layer;
+    const RowKernels& kernels;
+    Path path;
+
+    void finish(float* qkv, std::int64_t token) const {
+        const std::int64_t dim = weights.head_dim, half = rope.half;
+        const float* cos = rope.cos + places.positions[token] * half;
+        const float* sin = rope.sin + places.positions[token] * half;
+        if (weights.qkv.bias != nullptr) {
+            kernels.add(qkv, weights.qkv.bias, weights.qkv.outputs, qkv);
+        }
+        for (std::int64_t head = 0; head < weights.heads + weights.kv_heads; ++head) {
+            float* own = qkv + head * dim;
+            const float* norm = head < weights.heads ? weights.q_norm : weights.k_norm;
+            if (norm != nullptr) {
+                kernels.rms_norm(own, dim, norm, weights.eps, own);
+            }
+            kernels.rope(own, half, cos, sin, own);
+        }
+        if (places.slots[token] >= 0) {
+            const float* key = qkv + weights.heads * dim;
+            write_kv(cache, layer, places.slots[token], key, key + weights.kv_heads * dim, path);
+        }
+    }
+};
+
+}  // namespace
+
+void Dense::multiply(const Run& run, const float* x, std::int64_t rows, std::int64_t x_stride,
+                     float* out, std::int64_t out_stride) const {
+    for (const auto& part : parts) {
+        part->multiply(x, rows, x_stride, out, out_stride, run.threads, run.space.path,
+                       run.space.fine);
+        out += part->outputs();
+    }
+}
+
+void linear(const Run& run, const Dense& dense, const float* norm, float eps, const float* x,
+            std::int64_t rows, std::int64_t x_stride, float* out) {
+    each_tile(rows, [&](std::int64_t row, std::int64_t count) {
+        const Rows in =
+            normed(run, norm, eps, x + row * x_stride, count, dense.columns, x_stride);
+        float* to = out + row * dense.outputs;
+        dense.multiply(run, in.x, count, in.stride, to, dense.outputs);
+        if (dense.bias != nullptr) {
+            add_up(run, to, dense.bias, nullptr, count, dense.outputs, to);
+        }
+    });
+}
+
+void route(const float* logits, std::int64_t rows, std::int64_t count, std::int64_t per_token,
+           bool normalize, std::int64_t* ids, float* weights, Path path) {
+    const RowKernels& kernels = row_kernels(path);
+    for (std::int64_t row = 0; row < rows; ++row) {
+        const float* own = logits + row * count;
+        std::int64_t* chosen = ids + row * per_token;
+        float* share = weights + row * per_token;
+        kernels.top_k(own, count, per_token, share, chosen);
+        const float peak = share[0];
+        std::sort(chosen, chosen + per_token);
+        float total = 0.0F;
+        for (std::int64_t at = 0; at < (normalize ? per_token : count); ++at) {
+            total = total + std::exp(own[normalize ? chosen[at] : at] - peak);
+        }
+        for (std::int64_t at = 0; at < per_token; ++at) {
+            share[at] = std::exp(own[chosen[at]] - peak) / total;
+        }
+    }
+}
+
+void Experts::outputs(const Run& run, const float* x, std::int64_t rows, const std::int64_t* ids,
+                      std::int64_t per_token, float* out) const {
+    Scratch& scratch = run.space.scratch;
+    const std::int64_t hidden = experts.front().down.outputs;
+    const auto count = static_cast<std::int64_t>(experts.size());
+    // Pairs (token, place) by expert: `bounds` says where each expert's begin.
+    std::int64_t* bounds = scratch.expert_bounds.take(static_cast<std::size_t>(count + 1));
+    std::int64_t* pairs = scratch.expert_pairs.take(count_of(rows, per_token));
+    std::fill(bounds, bounds + count + 1, 0);
+    for (std::int64_t pair = 0; pair < rows * per_token; ++pair) {
+        ++bounds[ids[pair] + 1];
+    }
+    for (std::int64_t expert = 0; expert < count; ++expert) {
+        bounds[expert + 1] += bounds[expert];
+    }
+    for (std::int64_t pair = 0; pair < rows * per_token; ++pair) {
+        pairs[bounds[ids[pair]]++] = pair;
+    }
+    for (std::int64_t expert = 0; expert < count; ++expert) {
+        const std::int64_t begin = expert == 0 ? 0 : bounds[expert - 1];  // each moved on by one
+        const std::int64_t own = bounds[expert] - begin;
+        const Expert& weights = experts[static_cast<std::size_t>(expert)];
+        each_tile(own, [&](std::int64_t first, std::int64_t some) {
+            const std::int64_t* of = pairs + begin + first;
+            float* gathered = scratch.gathered.take(count_of(some, hidden));
+            float* product = scratch.expert_product.take(count_of(some, hidden));
+            const auto bytes = sizeof(float) * static_cast<std::size_t>(hidden);
+            for (std::int64_t at = 0; at < some; ++at) {
+                std::memcpy(gathered + at * hidden, x + of[at] / per_token * hidden, bytes);
+            }
+            const float* inner = gated(run, weights.gate_up, {gathered, hidden}, some);
+            weights.down.multiply(run, inner, some, weights.down.columns, product, hidden);
+            for (std::int64_t at = 0; at < some; ++at) {
+                std::memcpy(out + of[at] * hidden, product + at * hidden, bytes);
+            }
+        });
+    }
+}
+
+namespace {
+
+void attend_block(const Run& run, const Attention& weights, const KVCache& cache, std::int64_t layer,
+            const Places& places, const Rope& rope, const float* x, std::int64_t x_stride,
+            const float* residual, float* out) {
+    Scratch& scratch = run.space.scratch;
+    const std::int64_t tokens = places.tokens, width = weights.qkv.outputs;
+    const std::int64_t mixed_width = weights.heads * weights.head_dim;
+    float* qkv = scratch.projected.take(count_of(tokens, width));
+    const Projection projection = {
+        weights, cache, places, rope, layer, row_kernels(run.space.path), run.space.path};
+    // All keys first: a token may see later ones of its own block.
+    each_tile(tokens, [&](std::int64_t token, std::int64_t count) {
+        const Rows in = normed(run, weights.norm, weights.eps, x + token * x_stride, count,
+                               weights.qkv.columns, x_stride);
+        weights.qkv.multiply(run, in.x, count, in.stride, qkv + token * width, width);
+        each_row(run, count, [&](std::int64_t row) {
+            projection.finish(qkv + (token + row) * width, token + row);
+        });
+    });
+    float* mixed = scratch.mixed.take(count_of(tokens, mixed_width));
+    AttentionJob job;
+    job.query = qkv;
+    job.query_stride = width;
+    job.heads = weights.heads;
+    job.layer = layer;
+    job.scale = 1.0F / std::sqrt(static_cast<float>(weights.head_dim));
+    job.out = mixed;
+    attention(cache, places, job, 0, tokens, run.threads, run.space.path, scratch);
+    const std::int64_t hidden = weights.o.outputs;
+    each_tile(tokens, [&](std::int64_t token, std::int64_t count) {
+        float* product = scratch.product.take(count_of(count, hidden));
+        weights.o.multiply(run, mixed + token * mixed_width, count, mixed_width, product, hidden);
+        const float* before = residual == nullptr ? nullptr : residual + token * hidden;
+        add_up(run, product, weights.o.bias, before, count, hidden, out + token * hidden);
+    });
+}
+
+void dense_block(const Run& run, const FeedForward& weights, const float* x, std::int64_t rows,
+                  const float* residual, float* out) {
+    const std::int64_t hidden = weights.gate_up.columns, width = weights.down.columns;
+    each_tile(rows, [&](std::int64_t row, std::int64_t count) {
+        const Rows in =
+            normed(run, weights.norm, weights.eps, x + row * hidden, count, hidden, hidden);
+        const float* inner = gated(run, weights.gate_up, in, count);
+        float* product = run.space.scratch.product.take(count_of(count, hidden));
+        weights.down.multiply(run, inner, count, width, product, hidden);
+        const float* before = residual == nullptr ? nullptr : residual + row * hidden;
+        add_up(run, product, weights.down.bias, before, count, hidden, out + row * hidden);
+    });
+}
+
+void expert_block(const Run& run, const MixtureOfExperts& weights, const float* x,
+                  std::int64_t rows, const float* residual, float* out) {
+    Scratch& scratch = run.space.scratch;
+    const RowKernels& kernels = row_kernels(run.space.path);
+    const std::int64_t hidden = weights.router.columns, k = weights.per_token;
+    const std::int64_t count = weights.router.outputs;
+    each_tile(rows, [&](std::int64_t row, std::int64_t some) {
+        const Rows in =
+            normed(run, weights.norm, weights.eps, x + row * hidden, some, hidden, hidden);
+        float* logits = scratch.router_logits.take(count_of(some, count));
+        weights.router.multiply(run, in.x, some, in.stride, logits, count);
+        std::int64_t* ids = scratch.expert_ids.take(count_of(some, k));
+        float* shares = scratch.expert_shares.take(count_of(some, k));
+        route(logits, some, count, k, weights.normalize, ids, shares, run.space.path);
+        float* outputs = scratch.expert_outputs.take(count_of(some * k, hidden));
+        weights.experts->outputs(run, in.x, some, ids, k, outputs);
+        float* product = scratch.product.take(count_of(some, hidden));
+        each_row(run, some, [&](std::int64_t at) {
+            float* own = product + at * hidden;
+            std::fill(own, own + hidden, 0.0F);
+            for (std::int64_t j = 0; j < k; ++j) {
+                kernels.add_scaled(outputs + (at * k + j) * hidden, shares[at * k + j], hidden,
+                                   own);
+            }
+        });
+        const float* before = residual == nullptr ? nullptr : residual + row * hidden;
+        add_up(run, product, nullptr, before, some, hidden, out + row * hidden);
+    });
+}
+
+}  // namespace
+
+void Stack::attend(std::int64_t index, const Run& run, const KVCache& cache, const Places& places,
+                   const float* x, std::int64_t x_stride, const float* residual,
+                   float* out) const {
+    const Layer& layer = layers[static_cast<std::size_t>(index)];
+    attend_block(run, *layer.attention, cache, index, places, rope, x, x_stride, residual, out);
+}
+
+void Stack::feed_forward(std::int64_t index, const Run& run, const float* x, std::int64_t rows,
+                         const float* residual, float* out) const {
+    const Layer& layer = layers[static_cast<std::size_t>(index)];
+    if (layer.experts != nullptr) {
+        expert_block(run, *layer.experts, x, rows, residual, out);
+    } else {
+        dense_block(run, *layer.dense, x, rows, residual, out);
+    }
+}
+
+void Stack::run(const Run& run, const KVCache& cache, const Places& places, float* x,
+                const float* entry, std::int64_t entry_stride,
+                const std::vector<Tap>& taps) const {
+    const auto count = static_cast<std::int64_t>(layers.size());
+    const std::int64_t hidden = layers.front().attention->o.outputs;
+    for (std::int64_t index = 0; index <= count; ++index) {
+        for (const Tap& tap : taps) {
+            if (tap.layer == index) {
+                std::memcpy(tap.out, x, sizeof(float) * count_of(places.tokens, hidden));
+            }
+        }
+        if (index == count) {
+            return;
+        }
+        const bool enters = index == 0 && entry != nullptr;
+        attend(index, run, cache, places, enters ? entry : x, enters ? entry_stride : hidden, x, x);
+        feed_forward(index, run, x, places.tokens, x, x);
+    }
+}
+
+}  // namespace drumline

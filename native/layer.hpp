@@ -1,0 +1,137 @@
+// The layers of a decoder, fused: everything between the embedding and the final norm in one call.
+//
+//     x += o(attention(rope(q), rope(k), v))    q, k, v = qkv(norm(x)) [+ bias, + norm per head]
+//     x += down(silu(gate) * up)                gate, up = gate_up(norm(x))
+//     x += sum of weight * expert(norm(x))      in place of it, in layers with experts
+//
+// The norm may be missing, and so may the residual that is added: then what a block returns is its
+// own share alone, for whoever adds up the shares of several ranks. Rows go through in tiles that
+// stay in the cache; a row's bits depend on the row alone. Knows no sequence and no rank.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "attention.hpp"
+#include "linear.hpp"
+#include "scratch.hpp"
+
+namespace drumline {
+
+// What every call is made with. One call at a time.
+class Workspace {
+public:
+    Workspace(Path path, bool fine) : path(path), fine(fine) {}
+
+    const Path path;
+    const bool fine;  // see PackedLinear::multiply
+    Scratch scratch;
+    std::mutex busy;
+};
+
+// One call on a workspace, with its threads.
+struct Run {
+    Workspace& space;
+    int threads;
+};
+
+// Weights that are stacked along the output, and a bias [outputs] or none.
+struct Dense {
+    std::vector<std::shared_ptr<const PackedLinear>> parts;
+    const float* bias = nullptr;
+    std::int64_t outputs = 0;
+    std::int64_t columns = 0;
+
+    // Without the bias: whoever comes next over the row adds it.
+    void multiply(const Run& run, const float* x, std::int64_t rows, std::int64_t x_stride,
+                  float* out, std::int64_t out_stride) const;
+};
+
+// [rows, columns] → [rows, outputs], with the bias; `norm` [columns] may be null.
+void linear(const Run& run, const Dense& dense, const float* norm, float eps, const float* x,
+            std::int64_t rows, std::int64_t x_stride, float* out);
+
+struct Rope {
+    const float* cos = nullptr;  // [positions, half]
+    const float* sin = nullptr;
+    std::int64_t half = 0;
+};
+
+struct Attention {
+    const float* norm = nullptr;
+    Dense qkv;
+    const float* q_norm = nullptr;  // [head_dim], or null
+    const float* k_norm = nullptr;
+    Dense o;
+    std::int64_t heads = 0;
+    std::int64_t kv_heads = 0;
+    std::int64_t head_dim = 0;
+    float eps = 0.0F;
+};
+
+struct FeedForward {
+    const float* norm = nullptr;
+    Dense gate_up;
+    Dense down;
+    float eps = 0.0F;
+};
+
+struct Expert {
+    Dense gate_up;
+    Dense down;
+};
+
+struct Experts {
+    std::vector<Expert> experts;
+
+    // ids [rows, per_token] → out [rows, per_token, hidden]: each chosen expert's own output.
+    void outputs(const Run& run, const float* x, std::int64_t rows, const std::int64_t* ids,
+                 std::int64_t per_token, float* out) const;
+};
+
+struct MixtureOfExperts {
+    const float* norm = nullptr;
+    Dense router;
+    std::shared_ptr<const Experts> experts;
+    std::int64_t per_token = 0;
+    bool normalize = false;
+    float eps = 0.0F;
+};
+
+// The `per_token` highest of each row's logits [rows, count], ties to the lowest id, by ascending
+// id, weighted by the softmax over all, or over the chosen ones if `normalize`.
+void route(const float* logits, std::int64_t rows, std::int64_t count, std::int64_t per_token,
+           bool normalize, std::int64_t* ids, float* weights, Path path);
+
+struct Layer {
+    std::shared_ptr<const Attention> attention;
+    std::shared_ptr<const FeedForward> dense;         // either this
+    std::shared_ptr<const MixtureOfExperts> experts;  // or this
+};
+
+// A copy of the stream after `layer` layers.
+struct Tap {
+    std::int64_t layer = 0;
+    float* out = nullptr;  // [rows, hidden]
+};
+
+struct Stack {
+    std::vector<Layer> layers;
+    Rope rope;
+
+    // One block of layer `index`, which keeps its keys and values at `index` of the cache. x
+    // [tokens, columns of its first product]; `residual` may be null, and both may be `out`.
+    void attend(std::int64_t index, const Run& run, const KVCache& cache, const Places& places,
+                const float* x, std::int64_t x_stride, const float* residual, float* out) const;
+    void feed_forward(std::int64_t index, const Run& run, const float* x, std::int64_t rows,
+                      const float* residual, float* out) const;
+
+    // All layers: x [tokens, hidden] in place. The first one attends to `entry` in place of x,
+    // unless it is null.
+    void run(const Run& run, const KVCache& cache, const Places& places, float* x,
+             const float* entry, std::int64_t entry_stride, const std::vector<Tap>& taps) const;
+};
+
+}  // namespace drumline

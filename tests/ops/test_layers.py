@@ -1,0 +1,297 @@
+"""Whole layers in one operation: close to the reference, bits that are each token's own, the seam
+where ranks add up their shares, and what is picked from logits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from drumline.core.cpu import native_available
+from drumline.models.layers import run_layers
+from drumline.ops import load_ops
+from drumline.ops.base import (
+    AttentionWeights,
+    FeedForwardWeights,
+    KVCache,
+    LayerWeights,
+    MoeWeights,
+    Ops,
+    PagedBatch,
+    RopeTable,
+)
+from drumline.ops.weights import WeightTensor
+
+if not native_available():
+    pytest.skip("the native module is not built", allow_module_level=True)
+
+from drumline._native import available_paths
+from drumline.ops.native import NativeOps
+
+PATHS = available_paths()
+HIDDEN, DIM, WIDTH, POSITIONS = 48, 16, 40, 420
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a stack of three layers is made of."""
+
+    heads: int = 6
+    kv_heads: int = 2
+    bias: bool = False
+    head_norms: bool = False
+    experts: int = 0
+    entry: int = 0  # width of what layer 0 attends to; 0: the stream itself
+
+
+SHAPES = {
+    "llama": Shape(),
+    "biases": Shape(bias=True),
+    "head norms": Shape(heads=4, kv_heads=4, head_norms=True),
+    "many heads": Shape(heads=14, kv_heads=1),
+    "experts": Shape(experts=5, head_norms=True),
+    "entry": Shape(entry=2 * HIDDEN),
+}
+
+
+class Maker:
+    """Weights from a seed, the same for every backend."""
+
+    def __init__(self, ops: Ops, seed: int = 0) -> None:
+        self.ops = ops
+        self.random = torch.Generator().manual_seed(seed)
+
+    def weight(self, *shape: int) -> WeightTensor:
+        data = torch.randn(shape, generator=self.random) / math.sqrt(shape[-1])
+        return WeightTensor("w", shape, "F32", data)
+
+    def vector(self, size: int) -> Tensor:
+        return 1 + 0.2 * torch.randn(size, generator=self.random)
+
+    def layer(self, shape: Shape, index: int) -> LayerWeights:
+        q, kv = shape.heads * DIM, shape.kv_heads * DIM
+        entry = shape.entry if index == 0 else 0
+        columns = entry or HIDDEN
+        parts = [self.weight(q, columns), self.weight(kv, columns), self.weight(kv, columns)]
+        attention = AttentionWeights(
+            norm=None if entry else self.vector(HIDDEN),
+            qkv=self.ops.load_linear(parts, self.vector(q + 2 * kv) if shape.bias else None),
+            o=self.ops.load_linear([self.weight(HIDDEN, q)], self._bias(shape)),
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=DIM,
+            eps=1e-5,
+            q_norm=self.vector(DIM) if shape.head_norms else None,
+            k_norm=self.vector(DIM) if shape.head_norms else None,
+        )
+        # Layers with experts and without stand in one stack.
+        if shape.experts and index != 1:
+            return LayerWeights(attention, self._experts(shape.experts))
+        both = [self.weight(WIDTH, HIDDEN), self.weight(WIDTH, HIDDEN)]
+        gate_up = self.ops.load_linear(both, self.vector(2 * WIDTH) if shape.bias else None)
+        down = self.ops.load_linear([self.weight(HIDDEN, WIDTH)], self._bias(shape))
+        return LayerWeights(attention, FeedForwardWeights(self.vector(HIDDEN), gate_up, down, 1e-5))
+
+    def _bias(self, shape: Shape) -> Tensor | None:
+        return self.vector(HIDDEN) if shape.bias else None
+
+    def _experts(self, count: int) -> MoeWeights:
+        gate_up = [[self.weight(WIDTH, HIDDEN), self.weight(WIDTH, HIDDEN)] for _ in range(count)]
+        down = [self.weight(HIDDEN, WIDTH) for _ in range(count)]
+        router = self.ops.load_linear([self.weight(count, HIDDEN)])
+        experts = self.ops.load_experts(gate_up, down)
+        return MoeWeights(self.vector(HIDDEN), router, experts, 2, True, 1e-5)
+
+
+class World:
+    """A stack on a backend, and sequences whose tokens go through it in any pieces."""
+
+    def __init__(
+        self, ops: Ops, shape: Shape, lengths: list[int], block_size: int, dtype: str = "float32"
+    ) -> None:
+        self.ops, self.lengths, self.size = ops, lengths, block_size
+        angles = torch.arange(POSITIONS)[:, None] * 0.3 ** torch.arange(DIM // 2)
+        rope = RopeTable(angles.cos().contiguous(), angles.sin().contiguous())
+        maker = Maker(ops)
+        self.stack = ops.load_stack([maker.layer(shape, index) for index in range(3)], rope)
+        counts = [-(-length // block_size) for length in lengths]
+        ids = random.Random(len(lengths)).sample(range(sum(counts)), sum(counts))
+        ends = list(itertools.accumulate(counts))
+        self.tables = [tuple(ids[e - c : e]) for c, e in zip(counts, ends, strict=True)]
+        self.cache = ops.allocate_kv(3, sum(counts), block_size, shape.kv_heads, DIM, dtype)
+        draw = torch.Generator().manual_seed(7)
+        self.x = [torch.randn((n, HIDDEN), generator=draw) for n in lengths]
+        self.entry = [torch.randn((n, shape.entry), generator=draw) for n in lengths]
+        self.enters = shape.entry > 0
+
+    def batch(self, pieces: list[tuple[int, int, int]]) -> PagedBatch:
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for index, start, end in pieces:
+            positions += range(start, end)
+            table = self.tables[index]
+            slots += [table[p // self.size] * self.size + p % self.size for p in range(start, end)]
+            starts.append(starts[-1] + end - start)
+        tables = tuple(self.tables[index] for index, _, _ in pieces)
+        return PagedBatch(torch.tensor(positions), torch.tensor(slots), tuple(starts), tables)
+
+    def rows(self, of: list[Tensor], pieces: list[tuple[int, int, int]]) -> Tensor:
+        return torch.cat([of[index][start:end] for index, start, end in pieces])
+
+    def run(self, pieces: list[tuple[int, int, int]], taps: tuple[int, ...] = ()) -> list[Tensor]:
+        """The stream after all layers, then at each of ``taps``."""
+        x, batch = self.rows(self.x, pieces), self.batch(pieces)
+        entry = self.rows(self.entry, pieces) if self.enters else None
+        kept = x.clone()
+        out, tapped = self.ops.run_stack(x, self.stack, batch, self.cache, taps, entry)
+        assert torch.equal(x.view(torch.int32), kept.view(torch.int32)), (
+            "what came in was written to"
+        )
+        assert sorted(tapped) == sorted(set(taps))
+        return [out, *(tapped[tap] for tap in taps)]
+
+    def whole(self) -> list[Tensor]:
+        return [self.run([(i, 0, length)])[0] for i, length in enumerate(self.lengths)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_close_to_the_reference(path: str, name: str) -> None:
+    lengths = [1, 5, 40, 300]
+    pieces = [(index, 0, length) for index, length in enumerate(lengths)]
+    ours = World(NativeOps(path=path), SHAPES[name], lengths, 16)
+    theirs = World(load_ops("reference", "cpu"), SHAPES[name], lengths, 16)
+    for one, other in zip(ours.run(pieces, (0, 2, 3)), theirs.run(pieces, (0, 2, 3)), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", SHAPES)
+def test_bits_in_random_mixes(path: str, threads: int, name: str) -> None:
+    """Prefill and decode rows in any mix, order, chunking: each token's bits are its own, at taps
+    too. Long sequences alone in a call are attended to in chunks apart."""
+    world = World(NativeOps(path=path), SHAPES[name], [1, 3, 17, 128, 129, 140, 300, 5], 16)
+    whole = world.whole()
+    torch.set_num_threads(threads)
+    draw, done = random.Random(threads), [0] * len(world.lengths)
+    while any(at < length for at, length in zip(done, world.lengths, strict=True)):
+        left = [i for i, at in enumerate(done) if at < world.lengths[i]]
+        pieces = []
+        for index in draw.sample(left, draw.randint(1, min(3, len(left)))):
+            end = min(world.lengths[index], done[index] + draw.choice([1, 2, 4, 7, 30, 150]))
+            pieces.append((index, done[index], end))
+        out, tapped = world.run(pieces, (3,))
+        assert torch.equal(out, tapped)
+        sizes = [end - start for _, start, end in pieces]
+        for (index, start, end), rows in zip(pieces, out.split(sizes), strict=True):
+            assert torch.equal(rows, whole[index][start:end]), (index, start, end)
+            done[index] = end
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 24, 40, 160])
+def test_bits_do_not_depend_on_how_often_a_prompt_is_cut(size: int) -> None:
+    """Blocks that lie across the chunks of 128 keys, or hold several of them."""
+    world = World(NativeOps(), SHAPES["llama"], [290], size)
+    whole = world.whole()[0]
+    for step in (1, 64, 129):
+        parts = [world.run([(0, at, min(at + step, 290))])[0] for at in range(0, 290, step)]
+        assert torch.equal(torch.cat(parts), whole), step
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("name", ["biases", "experts"])
+def test_shares_of_ranks_meet_between_product_and_residual(backend: str, name: str) -> None:
+    """Block by block with a reduce that changes nothing: the same bits as in one operation."""
+    world = World(load_ops(backend, "cpu"), SHAPES[name], [9, 33], 8)
+    pieces = [(0, 0, 9), (1, 0, 33)]
+    whole = world.run(pieces, (1, 3))
+    seen: list[tuple[int, ...]] = []
+
+    def reduce(share: Tensor) -> Tensor:
+        seen.append(tuple(share.shape))
+        return share
+
+    x, batch, taps = world.rows(world.x, pieces), world.batch(pieces), (1, 3)
+    out = run_layers(world.ops, x, world.stack, batch, world.cache, taps, reduce)
+    for one, other in zip(whole, [out.hidden, out.taps[1], out.taps[3]], strict=True):
+        assert torch.equal(one, other)
+    assert seen == [(42, HIDDEN)] * 6
+    doubled = run_layers(world.ops, x, world.stack, batch, world.cache, (), lambda y: 2 * y)
+    assert not torch.allclose(doubled.hidden, out.hidden)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_row_that_is_no_number_spoils_no_other(value: float) -> None:
+    world = World(NativeOps(), SHAPES["llama"], [20, 20], 8)
+    whole = world.whole()
+    world.x[0][7, 3] = value
+    spoilt, clean = world.run([(0, 0, 20), (1, 0, 20)])[0].split([20, 20])
+    assert torch.equal(clean, whole[1])
+    assert torch.equal(spoilt[:7], whole[0][:7])
+    assert not torch.equal(spoilt[7], whole[0][7])
+
+
+def test_tokens_without_a_slot_write_nothing() -> None:
+    world = World(NativeOps(), SHAPES["llama"], [12], 4)
+    world.run([(0, 0, 12)])
+    kept = [part.clone() for part in _memory(world.cache)]
+    batch = world.batch([(0, 0, 12)])
+    unwritten = PagedBatch(
+        batch.positions, torch.full_like(batch.slots, -1), batch.query_start, batch.block_tables
+    )
+    world.ops.run_stack(2 * world.x[0], world.stack, unwritten, world.cache)
+    assert all(torch.equal(*pair) for pair in zip(_memory(world.cache), kept, strict=True))
+
+
+def _memory(cache: KVCache) -> list[Tensor]:
+    return [part for part in vars(cache).values() if isinstance(part, Tensor)]
+
+
+@pytest.mark.parametrize("ops", [load_ops("reference", "cpu"), *map(NativeOps, ["cpu"])])
+def test_norm_and_head_together_are_one_after_the_other(ops: Ops) -> None:
+    maker = Maker(ops, 3)
+    head, norm = ops.load_linear([maker.weight(70, HIDDEN)]), maker.vector(HIDDEN)
+    x = torch.randn(150, HIDDEN)
+    expected = ops.linear(ops.rms_norm(x, norm, 1e-5), head)
+    assert torch.equal(ops.norm_linear(x, norm, 1e-5, head), expected)
+    assert torch.equal(ops.norm_linear(x[::2], norm, 1e-5, head), expected[::2])
+
+
+# ---------------------------------------------------------------- what is picked from logits
+
+BACKENDS = [load_ops("reference", "cpu"), *(NativeOps(path=path) for path in PATHS)]
+
+
+@pytest.mark.parametrize("ops", BACKENDS)
+def test_argmax(ops: Ops) -> None:
+    rows = torch.randn(40, 1003).round(decimals=1)  # ties in most rows
+    expected = [max(range(1003), key=lambda i: (row[i].item(), -i)) for row in rows]
+    assert ops.argmax(rows).tolist() == expected
+    assert ops.argmax(rows[:, :5]).tolist() == rows[:, :5].argmax(1).tolist()
+    flat = torch.full((2, 21), -math.inf)
+    flat[1, 20] = -3e38
+    assert ops.argmax(flat).tolist() == [0, 20]
+    for at in (20, 17, 3, 0):
+        flat[0, :at] = math.inf
+        flat[0, at:] = math.nan
+        assert ops.argmax(flat)[0] == at
+
+
+@pytest.mark.parametrize("ops", BACKENDS)
+@pytest.mark.parametrize("k", [1, 2, 7, 40, 1003, 2000])
+def test_top_k(ops: Ops, k: int) -> None:
+    rows = torch.randn(5, 1003).round(decimals=1)
+    rows[1] = torch.arange(1003)  # every one gets in
+    rows[2] = 1.0
+    rows[3, 500], rows[4, 7:9] = math.nan, math.inf
+    values, ids = ops.top_k(rows, k)
+    order = torch.sort(rows, dim=1, descending=True, stable=True)
+    assert torch.equal(ids, order.indices[:, :k])
+    assert torch.equal(values.nan_to_num(9), order.values[:, :k].nan_to_num(9))
