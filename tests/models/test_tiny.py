@@ -74,7 +74,7 @@ def test_the_vocabulary_is_full_and_spells_text(vocab: int, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"arch": "gpt2"}, "arch='gpt2': expected one of llama"),
+        ({"arch": "gpt2"}, "arch='gpt2': expected one of deepseek_v3, llama"),
         ({"heads": 5}, "heads=5: must divide hidden=32"),
         ({"kv_heads": 3}, "kv_heads=3: must divide heads=4"),
         ({"head_dim": 7}, "head_dim=7: must be even"),

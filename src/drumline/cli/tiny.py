@@ -15,7 +15,11 @@ from drumline.core.errors import ConfigError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", required=True, help="llama, mistral, qwen2, qwen3 or qwen3_moe")
+    parser.add_argument(
+        "--arch",
+        required=True,
+        help="llama, mistral, qwen2, qwen3; with experts: qwen3_moe, mixtral, deepseek_v3",
+    )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
     for name, default, text in (
@@ -34,12 +38,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--head-dim", type=int, metavar="N", help="channels per head (default: hidden / heads)"
     )
-    parser.add_argument("--experts", type=int, metavar="N", help="qwen3_moe: experts (default: 4)")
+    parser.add_argument(
+        "--experts", type=int, metavar="N", help="experts (default: 4, deepseek_v3: 8)"
+    )
     parser.add_argument(
         "--experts-per-token",
         type=int,
         metavar="N",
-        help="qwen3_moe: experts that a token uses (default: 2)",
+        help="experts that a token uses (default: 2)",
     )
     parser.add_argument(
         "--rope-scaling",

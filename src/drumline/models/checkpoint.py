@@ -5,7 +5,8 @@ is one that the architecture does not know. What may be absent or extra is liste
 
     lm_head.weight                       extra if tied, when it equals the embedding
     *.rotary_emb.inv_freq                extra: a buffer of old checkpoints, computed anyway
-    mtp.*                                extra: a next-token module, read if it drafts
+    mtp.*, model.layers.{N}.* (deepseek) extra: a next-token module, read if it drafts;
+                                         N is the layer after the last
     rope_freqs.weight (GGUF)             extra: read as rope scaling of kind ``factors``
 """
 
@@ -96,13 +97,21 @@ def _checked(
                 path, f"tensor {name} has shape {list(found)}, expected {list(shape)}"
             )
     for name in tensors:
-        if name in expected or name.endswith(".rotary_emb.inv_freq") or name.startswith("mtp."):
+        if name in expected or name.endswith(".rotary_emb.inv_freq"):
+            continue
+        if name.startswith(("mtp.", module_prefix(config))):
             continue
         if name == HEAD and _same(tensors[HEAD], tensors[EMBEDDING]):
             continue
         reason = ": embeddings are tied, and it differs from them" if name == HEAD else ""
         raise CheckpointError(path, f"unexpected tensor {name}{reason}")
     return {name: tensors[name] for name in expected}
+
+
+def module_prefix(config: ArchitectureConfig) -> str:
+    """How the family names its own next-token module inside a checkpoint."""
+    beside = config.model_type == "deepseek_v3"
+    return f"model.layers.{config.num_hidden_layers}." if beside else "mtp."
 
 
 def _same(a: WeightTensor, b: WeightTensor) -> bool:

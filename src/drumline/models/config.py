@@ -56,14 +56,49 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True)
+class GroupGating:
+    """How DeepSeek-V3 picks experts: by sigmoid scores and a learned bias, the best
+    ``groups_per_token`` of ``groups`` first (by their two best experts), then experts in them;
+    weights are the scores, times ``scaling``."""
+
+    groups: int
+    groups_per_token: int
+    scaling: float
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """Experts in place of a feed-forward: ``count`` of them, each ``width`` wide, ``per_token``
-    used by a token, with weights that add up to one if ``normalize`` (``norm_topk_prob``)."""
+    used by a token, with weights that add up to one if ``normalize`` (``norm_topk_prob``).
+
+    ``gating`` is None where a softmax over router logits picks. ``shared_width``: one more
+    feed-forward so wide that every token takes; 0 if there is none."""
 
     count: int
     per_token: int
     width: int
     normalize: bool
+    gating: GroupGating | None = None
+    shared_width: int = 0
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are made of one
+    latent vector of ``kv_rank`` numbers, and one rotated key that all heads share.
+
+    A head's query and key have ``plain_dim`` channels that do not turn and the config's
+    ``rotary_dim`` that do; its value has ``value_dim``. ``query_rank``: queries are made of a
+    latent vector too; None if of the residual stream. ``interleaved``: rope turns neighbours.
+    ``scale`` multiplies scores, in place of a root of the head's size.
+    """
+
+    kv_rank: int
+    query_rank: int | None
+    plain_dim: int
+    value_dim: int
+    interleaved: bool
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -73,6 +108,9 @@ class ArchitectureConfig:
     ``sliding_window`` is None where attention is full at any length; otherwise it is full only
     up to that many tokens, and models refuse a longer max_model_len. The layers listed in
     ``expert_layers`` have ``experts``; the others a feed-forward of ``intermediate_size``.
+
+    With ``latent`` attention ``num_key_value_heads`` and ``head_dim`` say what is cached: one head,
+    the latent vector and the shared key end to end.
     """
 
     model_type: str
@@ -100,6 +138,7 @@ class ArchitectureConfig:
     ignored_keys: tuple[str, ...] = ()
     experts: ExpertsConfig | None = None
     expert_layers: tuple[int, ...] = ()
+    latent: LatentConfig | None = None
 
     def check(self, path: Path) -> ArchitectureConfig:
         """Self, or CheckpointError naming the fields that do not fit each other."""

@@ -11,13 +11,13 @@ from typing import Any
 
 from drumline.models.config import (
     ArchitectureConfig,
-    ExpertsConfig,
     Fields,
     RopeScaling,
     read_json,
     read_sampling,
     yarn_attention_factor,
 )
+from drumline.models.hub_experts import NO_EXPERTS, read_experts, read_latent
 from drumline.models.registry import CAUSAL_LM, WITH_EXPERTS
 
 # Bookkeeping and training settings without influence on inference.
@@ -84,11 +84,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_qk_norm": (False,),
 }
 
-# The same, for architectures without experts.
-_NO_EXPERTS: dict[str, tuple[object, ...]] = dict.fromkeys(
-    ("num_experts", "num_local_experts"), (0,)
-)
-
 _ROPE_KEYS: dict[str, frozenset[str]] = {
     kind: frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", *keys.split()})
     for kind, keys in {
@@ -121,8 +116,50 @@ def read_architecture(fields: Fields) -> ArchitectureConfig:
         raise fields.fail("model_type", f"not supported; supported are {known}")
     _refuse_unsupported(fields, model_type)
 
-    hidden = fields.integer("hidden_size")
-    heads = fields.integer("num_attention_heads")
+    max_positions = fields.integer("max_position_embeddings")
+    rope_theta, partial, scaling = _read_rope(fields, max_positions, model_type)
+    config = ArchitectureConfig(
+        model_type=model_type,
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_hidden_layers=fields.integer("num_hidden_layers"),
+        vocab_size=fields.integer("vocab_size"),
+        max_position_embeddings=max_positions,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-5 if model_type == "mixtral" else 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        attention_bias=_attention_bias(fields, model_type),
+        mlp_bias=fields.flag("mlp_bias") if model_type == "llama" else False,
+        sliding_window=_sliding_window(fields, model_type),
+        dtype=fields.get("dtype") or fields.get("torch_dtype"),
+        bos_token_id=fields.optional_integer("bos_token_id"),
+        pad_token_id=_pad_token(fields),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        **_read_heads(fields, model_type, partial, scaling),
+        **(read_experts(fields, model_type) if model_type in WITH_EXPERTS else {}),
+    )
+    return replace(config, ignored_keys=fields.unread(_HARMLESS))
+
+
+def _read_heads(
+    fields: Fields, model_type: str, partial: float, scaling: RopeScaling | None
+) -> dict[str, Any]:
+    """The sizes of attention. ``partial``: the share of a head that turns."""
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if model_type == "deepseek_v3":
+        if partial != 1.0:
+            raise fields.fail(
+                "partial_rotary_factor", "the parts of a head have sizes of their own"
+            )
+        latent, turning = read_latent(fields, scaling)
+        return {
+            "num_attention_heads": heads,
+            "num_key_value_heads": 1,
+            "head_dim": latent.kv_rank + turning,
+            "rotary_dim": turning,
+            "latent": latent,
+        }
     head_dim = fields.optional_integer("head_dim", minimum=1)
     if head_dim is None:
         if model_type == "qwen3":
@@ -134,33 +171,12 @@ def read_architecture(fields: Fields) -> ArchitectureConfig:
     kv_heads = fields.optional_integer("num_key_value_heads", minimum=1)
     if kv_heads is None and model_type != "llama":
         raise fields.fail("num_key_value_heads", "missing")
-    max_positions = fields.integer("max_position_embeddings")
-    rope_theta, partial, scaling = _read_rope(fields, max_positions)
-    config = ArchitectureConfig(
-        model_type=model_type,
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_hidden_layers=fields.integer("num_hidden_layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads or heads,
-        head_dim=head_dim,
-        rotary_dim=int(head_dim * partial),
-        vocab_size=fields.integer("vocab_size"),
-        max_position_embeddings=max_positions,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        attention_bias=_attention_bias(fields, model_type),
-        mlp_bias=fields.flag("mlp_bias") if model_type == "llama" else False,
-        sliding_window=_sliding_window(fields, model_type),
-        dtype=fields.get("dtype") or fields.get("torch_dtype"),
-        bos_token_id=fields.optional_integer("bos_token_id"),
-        pad_token_id=_pad_token(fields),
-        eos_token_ids=fields.token_ids("eos_token_id"),
-        **_read_experts(fields, model_type),
-    )
-    return replace(config, ignored_keys=fields.unread(_HARMLESS))
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,
+        "head_dim": head_dim,
+        "rotary_dim": int(head_dim * partial),
+    }
 
 
 def _refuse_unsupported(fields: Fields, model_type: str) -> None:
@@ -168,7 +184,7 @@ def _refuse_unsupported(fields: Fields, model_type: str) -> None:
     expected = CAUSAL_LM[model_type]
     if names and expected.lower() not in [str(name).lower() for name in names]:
         raise fields.fail("architectures", f"not supported for {model_type}; expected {expected}")
-    neutral_values = _NEUTRAL if model_type in WITH_EXPERTS else _NEUTRAL | _NO_EXPERTS
+    neutral_values = _NEUTRAL if model_type in WITH_EXPERTS else _NEUTRAL | NO_EXPERTS
     for key, neutral in neutral_values.items():
         value = fields.get(key)
         if value is not None and value not in neutral:
@@ -179,43 +195,11 @@ def _refuse_unsupported(fields: Fields, model_type: str) -> None:
         raise fields.fail("hidden_act", "not supported; supported is silu")
 
 
-def _read_experts(fields: Fields, model_type: str) -> dict[str, Any]:
-    """The fields of experts: how many, and in which layers."""
-    if model_type not in WITH_EXPERTS:
-        return {}
-    names = [name for name in _NO_EXPERTS if fields.get(name) is not None]
-    counts = {fields.integer(name) for name in names or ["num_experts"]}
-    if len(counts) > 1:
-        raise fields.fail("num_experts", f"num_local_experts says {fields.get(names[1])}")
-    count = counts.pop()
-    per_token = fields.integer("num_experts_per_tok")
-    if per_token > count:
-        raise fields.fail("num_experts_per_tok", f"there are {count} experts")
-    layers = fields.integer("num_hidden_layers")
-    dense = fields.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or any(
-        isinstance(layer, bool) or not isinstance(layer, int) for layer in dense
-    ):
-        raise fields.fail("mlp_only_layers", "expected a list of layer numbers")
-    every = fields.integer("decoder_sparse_step", 1)
-    return {
-        "experts": ExpertsConfig(
-            count=count,
-            per_token=per_token,
-            width=fields.integer("moe_intermediate_size"),
-            normalize=fields.flag("norm_topk_prob"),
-        ),
-        "expert_layers": tuple(
-            layer for layer in range(layers) if (layer + 1) % every == 0 and layer not in dense
-        ),
-    }
-
-
 def _attention_bias(fields: Fields, model_type: str) -> bool:
-    """Qwen2 always has biases on q, k and v; mistral never has; the others say so."""
+    """Qwen2 always has biases on q, k and v; mistral and mixtral never; the others say so."""
     if model_type == "qwen2":
         return True
-    return False if model_type == "mistral" else fields.flag("attention_bias")
+    return False if model_type in ("mistral", "mixtral") else fields.flag("attention_bias")
 
 
 def _pad_token(fields: Fields) -> int | None:
@@ -247,7 +231,9 @@ def _sliding_window(fields: Fields, model_type: str) -> int | None:
     return window
 
 
-def _read_rope(fields: Fields, max_positions: int) -> tuple[float, float, RopeScaling | None]:
+def _read_rope(
+    fields: Fields, max_positions: int, model_type: str
+) -> tuple[float, float, RopeScaling | None]:
     """(base, rotated part of a head, scaling) from either spelling of the rope keys."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     fields.seen |= {"rope_scaling", "rope_parameters"}
@@ -258,7 +244,8 @@ def _read_rope(fields: Fields, max_positions: int) -> tuple[float, float, RopeSc
     for key, value in values.items():
         if isinstance(value, dict):
             raise rope.fail(key, "rope parameters by layer type are not supported")
-    outer_theta = fields.number("rope_theta", 10000.0, above=True)
+    default_theta = 1e6 if model_type == "mixtral" else 1e4
+    outer_theta = fields.number("rope_theta", default_theta, above=True)
     outer_partial = fields.number("partial_rotary_factor", 1.0, above=True)
     theta = rope.number("rope_theta", outer_theta, above=True)
     partial = rope.number("partial_rotary_factor", outer_partial, above=True)

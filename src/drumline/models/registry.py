@@ -12,6 +12,8 @@ MODULES: dict[str, str] = {
     "qwen2": "drumline.models.qwen2",
     "qwen3": "drumline.models.qwen3",
     "qwen3_moe": "drumline.models.qwen3_moe",
+    "mixtral": "drumline.models.mixtral",
+    "deepseek_v3": "drumline.models.deepseek_v3",
 }
 
 # The class a hub config.json names under ``architectures``.
@@ -21,10 +23,12 @@ CAUSAL_LM: dict[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 # Those with experts in some layers.
-WITH_EXPERTS = frozenset({"qwen3_moe"})
+WITH_EXPERTS = frozenset({"qwen3_moe", "mixtral", "deepseek_v3"})
 
 # ``general.architecture`` of a GGUF file → model_type. Mistral files call themselves llama.
 GGUF_ARCHITECTURES: dict[str, str] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

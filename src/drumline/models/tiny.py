@@ -24,13 +24,14 @@ from drumline.models.config import ArchitectureConfig
 from drumline.models.gguf_tokenizer import QWEN2_SPLIT, split_pre_tokenizer
 from drumline.models.hub_config import read_hub_config
 from drumline.models.layers import FINAL_NORM
-from drumline.models.registry import CAUSAL_LM, WITH_EXPERTS, model_module
+from drumline.models.registry import CAUSAL_LM, model_module
 from drumline.models.safetensors_loader import INDEX, SINGLE
+from drumline.models.tiny_config import BOS, EOS, PAD, UNK, base_config, expert_config
 from drumline.models.tokenizer import BYTE_ALPHABET, frame
 
-UNK, BOS, EOS, START, PAD = 0, 1, 2, 3, 4
 SPECIALS = ("<unk>", "<s>", "<|im_end|>", "<|im_start|>", "<pad>")
 VOCAB_MIN = 16
+WITHOUT_CHOICE = ("mistral", "mixtral", "qwen2")  # of biases on their attention
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _PAIRS = "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng"
@@ -68,13 +69,13 @@ def write_tiny(
     mlp_only_layers: Sequence[int] = (),
     shards: int = 1,
 ) -> Path:
-    """Writes a checkpoint of ``arch`` (llama, mistral, qwen2, qwen3, qwen3_moe) to the folder
-    ``output``.
+    """Writes a checkpoint of ``arch`` (a name of `registry.MODULES`) to the folder ``output``.
 
-    qwen3_moe has ``experts`` (4) of width ``intermediate`` in every layer that is not listed in
-    ``mlp_only_layers``, ``experts_per_token`` (2) of them for each token. ``rope_scaling`` is
-    written as given, in the spelling of hub configs. Returns the folder. ConfigError names the
-    argument that is out of range or in conflict.
+    Architectures with experts have ``experts`` (4, deepseek_v3 8) of width ``intermediate`` in
+    every layer that is not listed in ``mlp_only_layers`` (deepseek_v3: the first), and
+    ``experts_per_token`` (2) of them for each token. ``rope_scaling`` is written as given, in the
+    spelling of hub configs. Returns the folder. ConfigError names the argument that is out of
+    range or in conflict.
     """
     sizes = {
         "hidden": hidden,
@@ -87,17 +88,17 @@ def write_tiny(
     }
     _check_arch(arch, attention_bias, mlp_bias)
     _check_sizes(sizes, vocab, seed, head_dim, dtype)
-    config = _config(arch, sizes, vocab, head_dim) | {
+    config = base_config(arch, sizes, vocab, head_dim) | {
         "rope_theta": rope_theta,
         "rope_scaling": None if rope_scaling is None else dict(rope_scaling),
         "tie_word_embeddings": tied,
         "torch_dtype": dtype,
     }
-    config |= {"attention_bias": attention_bias} if arch not in ("mistral", "qwen2") else {}
+    config |= {"attention_bias": attention_bias} if arch not in WITHOUT_CHOICE else {}
     config |= {"mlp_bias": mlp_bias} if arch == "llama" else {}
-    config |= _expert_keys(arch, intermediate, experts, experts_per_token)
-    if arch in WITH_EXPERTS:
-        config |= {"norm_topk_prob": norm_topk_prob, "mlp_only_layers": list(mlp_only_layers)}
+    config |= expert_config(
+        arch, sizes, experts, experts_per_token, norm_topk_prob, mlp_only_layers
+    )
     folder = _empty_folder(output)
     _write_json(folder / "config.json", config)
     _write_json(
@@ -118,51 +119,8 @@ def _check_arch(arch: str, attention_bias: bool, mlp_bias: bool) -> None:
         raise ConfigError("arch", arch, f"expected one of {', '.join(sorted(CAUSAL_LM))}")
     if arch != "llama" and mlp_bias:
         raise ConfigError("mlp_bias", mlp_bias, f"{arch} has no biases in its feed-forward")
-    if arch in ("mistral", "qwen2") and attention_bias:
+    if arch in WITHOUT_CHOICE and attention_bias:
         raise ConfigError("attention_bias", attention_bias, f"not a choice that {arch} has")
-
-
-def _config(
-    arch: str, sizes: Mapping[str, int], vocab: int, head_dim: int | None
-) -> dict[str, Any]:
-    config = {
-        "architectures": [CAUSAL_LM[arch]],
-        "model_type": arch,
-        "hidden_size": sizes["hidden"],
-        "intermediate_size": sizes["intermediate"],
-        "num_hidden_layers": sizes["layers"],
-        "num_attention_heads": sizes["heads"],
-        "num_key_value_heads": sizes["kv_heads"],
-        "head_dim": head_dim if head_dim is not None else sizes["hidden"] // sizes["heads"],
-        "hidden_act": "silu",
-        "vocab_size": vocab,
-        "max_position_embeddings": sizes["max_position_embeddings"],
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-    }
-    return config | ({"sliding_window": None} if arch == "mistral" else {})
-
-
-def _expert_keys(arch: str, width: int, count: int | None, per_token: int | None) -> dict[str, Any]:
-    if arch not in WITH_EXPERTS:
-        for name, value in (("experts", count), ("experts_per_token", per_token)):
-            if value is not None:
-                raise ConfigError(name, value, f"{arch} has no experts")
-        return {}
-    count = 4 if count is None else count
-    per_token = min(2, count) if per_token is None else per_token
-    if count < 1:
-        raise ConfigError("experts", count, "must be at least 1")
-    if not 1 <= per_token <= count:
-        raise ConfigError("experts_per_token", per_token, f"must be in 1..{count}")
-    return {
-        "num_experts": count,
-        "num_experts_per_tok": per_token,
-        "moe_intermediate_size": width,
-        "decoder_sparse_step": 1,
-    }
 
 
 def _empty_folder(output: str | Path) -> Path:
@@ -238,6 +196,8 @@ def _random(
         if "self_attn" in name:  # qwen3's norms of q and k, which set how sharp attention is
             mean = np.float32(2)
         return torch.from_numpy(mean * (1 + np.float32(0.15) * values))
+    if name.endswith("e_score_correction_bias"):  # beside scores in 0..1
+        return torch.from_numpy(np.float32(0.1) * values)
     if name.endswith(".bias"):
         return torch.from_numpy(np.float32(0.3) * values)
     if "embed_tokens" in name:
@@ -245,7 +205,7 @@ def _random(
         std = 0.25 / math.sqrt(config.hidden_size) if tied else 1.0
         return torch.from_numpy(np.float32(std) * values)
     gains = {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 2.0, "o_proj": 2.5, "down_proj": 2.0}
-    gains["gate"] = 2.0  # a router with opinions
+    gains |= {"gate": 2.0, "w2": 2.0}  # a router with opinions; mixtral's name of down_proj
     gain = gains.get(name.split(".")[-2], 2.0 if name.startswith("lm_head") else 1.0)
     return torch.from_numpy(np.float32(gain / math.sqrt(shape[1])) * values)
 
@@ -299,7 +259,7 @@ def _write_tokenizer(folder: Path, arch: str, vocab: int, length: int) -> None:
     else:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    with_bos = arch in ("llama", "mistral")  # as their families do
+    with_bos = not qwen  # as their families do
     frame(backend, SPECIALS[BOS] if with_bos else None, None)
     backend.save(str(folder / "tokenizer.json"))
     _write_json(

@@ -1,0 +1,122 @@
+"""Mixtral (Jiang et al. 2024): llama with experts in place of every feed-forward.
+
+    x = embedding(ids)
+    per layer   x += o(attention(rope(q), rope(k), v)) with q, k, v = qkv(norm(x))
+                x += experts(norm(x))
+    logits = head(norm(x))
+
+Weights of the chosen experts are a softmax over their router logits. Checkpoints keep the experts
+under ``block_sparse_moe``: w1 is the gate, w3 up, w2 down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from drumline.models.config import ArchitectureConfig
+from drumline.models.layers import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    KVSpec,
+    ModelOutput,
+    check_length,
+    common_shapes,
+    run_layers,
+    stack,
+)
+from drumline.models.rope import build_rope
+from drumline.ops.base import AttentionWeights, KVCache, LayerWeights, MoeWeights, Ops, PagedBatch
+from drumline.ops.weights import WeightTensor
+
+
+def tensor_shapes(config: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a checkpoint of this architecture must have, with its shape."""
+    shapes = common_shapes(config)
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            del shapes[f"{prefix}.mlp.{name}.weight"]
+        block = f"{prefix}.block_sparse_moe"
+        shapes[f"{block}.gate.weight"] = (experts.count, hidden)
+        for expert in range(experts.count):
+            name = f"{block}.experts.{expert}"
+            shapes |= {f"{name}.{w}.weight": (experts.width, hidden) for w in ("w1", "w3")}
+            shapes[f"{name}.w2.weight"] = (hidden, experts.width)
+    return shapes
+
+
+def load_layer(
+    config: ArchitectureConfig, weights: Mapping[str, WeightTensor], ops: Ops, index: int
+) -> LayerWeights:
+    """One transformer block."""
+    prefix = f"model.layers.{index}"
+    attn, block = f"{prefix}.self_attn", f"{prefix}.block_sparse_moe"
+    attention = AttentionWeights(
+        norm=ops.load_vector(weights[f"{prefix}.input_layernorm.weight"]),
+        qkv=stack(ops, weights, [f"{attn}.{name}_proj" for name in ("q", "k", "v")], bias=False),
+        o=stack(ops, weights, [f"{attn}.o_proj"], bias=False),
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+    )
+    experts = config.experts
+    assert experts is not None
+    names = [f"{block}.experts.{expert}" for expert in range(experts.count)]
+    mixture = MoeWeights(
+        norm=ops.load_vector(weights[f"{prefix}.post_attention_layernorm.weight"]),
+        router=ops.load_linear([weights[f"{block}.gate.weight"]]),
+        experts=ops.load_experts(
+            [[weights[f"{n}.w1.weight"], weights[f"{n}.w3.weight"]] for n in names],
+            [weights[f"{n}.w2.weight"] for n in names],
+        ),
+        per_token=experts.per_token,
+        normalize=experts.normalize,
+        eps=config.rms_norm_eps,
+    )
+    return LayerWeights(attention, mixture)
+
+
+class Model:
+    """Weights on a backend and the forward pass. Holds no state of any sequence."""
+
+    def __init__(
+        self,
+        config: ArchitectureConfig,
+        weights: Mapping[str, WeightTensor],
+        ops: Ops,
+        max_model_len: int,
+    ) -> None:
+        """``weights`` as `open_checkpoint` gives them; positions stay below ``max_model_len``."""
+        check_length(config, max_model_len)
+        self.config = config
+        self.ops = ops
+        self.embedding = ops.load_embedding(weights[EMBEDDING])
+        layers = [load_layer(config, weights, ops, i) for i in range(config.num_hidden_layers)]
+        self.stack = ops.load_stack(layers, build_rope(config, max_model_len, ops.device))
+        self.final_norm = ops.load_vector(weights[FINAL_NORM])
+        tied = config.tie_word_embeddings
+        self.head = self.embedding if tied else ops.load_linear([weights[HEAD]])
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        config = self.config
+        return KVSpec(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
+
+    def forward(
+        self, ids: Tensor, batch: PagedBatch, cache: KVCache, taps: tuple[int, ...] = ()
+    ) -> ModelOutput:
+        """``[tokens]`` int64 → hidden states, and the residual stream after each of ``taps``."""
+        assert all(0 <= tap <= len(self.stack) for tap in taps), taps
+        x = self.ops.embedding(ids, self.embedding)
+        return run_layers(self.ops, x, self.stack, batch, cache, taps)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden]`` before the final norm → ``[rows, vocab]``."""
+        eps = self.config.rms_norm_eps
+        return self.ops.norm_linear(hidden, self.final_norm, eps, self.head)
