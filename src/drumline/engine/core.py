@@ -6,28 +6,27 @@ they decide. It refuses to know where requests come from: a script, a terminal o
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from drumline.config import EngineConfig, ModelFacts, Resolved, read_machine, resolve
+from drumline.config import EngineConfig, Resolved
 from drumline.config.resolve_parallel import refuse_several_ranks
 from drumline.core.clock import SystemClock
 from drumline.core.errors import EngineDead, EngineError, Refused
 from drumline.core.plan import Event, SpeculationStats, StepPlan, StepResult
 from drumline.core.request import FinishReason, Request
-from drumline.drafting.registry import drafter_facts
-from drumline.engine.facts import EngineFacts, gather_facts, with_template
+from drumline.engine.facts import EngineFacts, gather_facts, places
 from drumline.engine.finish import OutputJudge
+from drumline.engine.opening import open_engine
 from drumline.engine.outputs import OutputDelta
-from drumline.fleet.replica import Arrivals, Replica
+from drumline.fleet.leader import Leader
+from drumline.fleet.replica import Arrivals, Replica, no_trouble
 from drumline.kvcache import BlockPool
-from drumline.lockstep.conductor import SoloConductor
-from drumline.models.checkpoint import Checkpoint, open_checkpoint
-from drumline.models.fetch import resolve_model
+from drumline.lockstep.channel import Wake, WakeChannel
+from drumline.lockstep.conductor import Conductor, SoloConductor
 from drumline.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from drumline.scheduler import Scheduler
 from drumline.scheduler.draft_cost import CostCurve
@@ -61,8 +60,33 @@ class Load:
     kv_usage: float
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """How a replica's steps are agreed upon, and with whom. ``trouble``: why those who follow it
+    cannot go on, if they cannot."""
+
+    conductor: Conductor
+    wakes: WakeChannel
+    trouble: Callable[[], EngineError | None] = no_trouble
+
+
+class Nobody:
+    """The `WakeChannel` of a replica that agrees with nobody."""
+
+    def send(self, wake: Wake) -> None: ...
+
+    def receive(self) -> Sequence[Wake]:
+        return ()
+
+    def filenos(self) -> Sequence[int]:
+        return ()
+
+
 class EngineCore:
-    """Made by `load`. Not thread-safe: one owner submits, cancels and steps."""
+    """One replica; `load` makes it the whole engine. Not thread-safe: one owner submits, cancels
+    and steps."""
+
+    descriptors: tuple[int, ...] = ()  # nothing to wait for: it moves by its own steps
 
     def __init__(
         self,
@@ -70,6 +94,7 @@ class EngineCore:
         worker: Worker,
         tokenizer: Tokenizer,
         facts: EngineFacts,
+        agreement: Agreement | None = None,
     ) -> None:
         self.resolved = resolved
         self.tokenizer = tokenizer
@@ -79,7 +104,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             scheduler_settings(resolved, worker.traits),
             self.pool,
-            _draft_length(resolved, worker),
+            measured_draft_length(resolved, worker),
         )
         self.worker = worker
         self._judge = OutputJudge()
@@ -90,15 +115,19 @@ class EngineCore:
         self._requests: dict[int, Request] = {}
         self._decoding = False
         self._broken: str | None = None
+        self._alone = agreement is None
+        agreed = agreement or Agreement(SoloConductor(), Nobody())
         self._replica = Replica(
             scheduler=self.scheduler,
-            conductor=SoloConductor(),
+            conductor=agreed.conductor,
             executor=self,
             intake=self,
             emitter=self,
             finish=self._judge,
             clock=SystemClock(),
+            trouble=agreed.trouble,
         )
+        self.leader = Leader(self._replica, agreed.conductor, agreed.wakes, self._pending)
 
     @classmethod
     def load(cls, config: EngineConfig) -> EngineCore:
@@ -108,26 +137,18 @@ class EngineCore:
         """
         refuse_several_ranks(config)
         began = time.monotonic()
-        path = resolve_model(config.model.model, config.model.revision)
-        checkpoint = open_checkpoint(path)
-        drafter = None
-        if config.speculation is not None:
-            drafter = drafter_facts(config.speculation, checkpoint)
-        machine = read_machine()
-        native = machine.native_ops and config.runtime.ops_backend != "reference"
-        resolved = resolve(config, model_facts(checkpoint, native), machine, drafter)
-        tokenizer = with_template(checkpoint.tokenizer(), config)
-        worker = load_worker(resolved, checkpoint)
+        opened = open_engine(config)
+        resolved = opened.resolved
+        assert resolved.mesh.size == 1, "one replica of one rank"
+        tokenizer = opened.tokenizer()
+        worker = load_worker(resolved, opened.checkpoint)
         token_seconds = warm_up(worker)
-        facts = gather_facts(
-            resolved,
-            path,
-            checkpoint.config.eos_token_ids,
-            checkpoint.config.sampling,
-            token_seconds,
-            time.monotonic() - began,
-        )
+        facts = gather_facts(opened, token_seconds, time.monotonic() - began)
         return cls(resolved, worker, tokenizer, facts)
+
+    def close(self) -> None:
+        """Releases what the worker holds beyond memory."""
+        self.worker.close()
 
     # ---- requests ------------------------------------------------------------------------
 
@@ -138,9 +159,7 @@ class EngineCore:
     @property
     def room(self) -> int:
         """How many samples `submit` would take now: free seats and free places in the queue."""
-        config = self.resolved.config
-        places = config.server.max_num_queued_reqs + config.scheduler.max_num_seqs
-        return max(0, places - len(self._live))
+        return max(0, places(self.resolved) - len(self._live))
 
     @property
     def speculation(self) -> SpeculationStats:
@@ -183,7 +202,7 @@ class EngineCore:
         flight are then in `take_deltas`."""
         with torch.inference_mode():
             try:
-                stats = self._replica.step()
+                stats = self.leader.turn()
             except EngineError as error:
                 self._broken = str(error)
                 self._deltas = [self._with_reason(delta) for delta in self._deltas]
@@ -233,6 +252,10 @@ class EngineCore:
         for event in events:
             self._deltas.append(self._delta(event))
 
+    def _pending(self) -> bool:
+        """Work may be there that could not run before, and can now: alone, one looks again."""
+        return bool(self._arrived or self._cancelled) or (self._alone and self._replica.has_work)
+
     def _prompt(self, number: int) -> tuple[int, ...]:
         return self._requests[number].prompt_token_ids
 
@@ -264,7 +287,7 @@ class EngineCore:
         )
 
 
-def _draft_length(resolved: Resolved, worker: Worker) -> DraftLength:
+def measured_draft_length(resolved: Resolved, worker: Worker) -> DraftLength:
     """How long drafts are; what passes cost is measured where the choice depends on it."""
     speculation = resolved.speculation
     if speculation is None or speculation.draft_length != "adaptive":
@@ -280,25 +303,3 @@ def _draft_length(resolved: Resolved, worker: Worker) -> DraftLength:
         worker.traits.passes,
     )
     return make_draft_length(speculation, costs)
-
-
-def model_facts(checkpoint: Checkpoint, native: bool = False) -> ModelFacts:
-    """What `resolve` must know of a checkpoint; weights count as the backend will hold them: the
-    reference ops in float32, the native ones about as they are stored."""
-    config = checkpoint.config
-    scaling = config.rope_scaling
-    weights = checkpoint.tensors.values()
-    dense = sum(4 * math.prod(weight.shape) for weight in weights)
-    stored = sum(weight.nbytes for weight in weights)
-    return ModelFacts(
-        model_type=config.model_type,
-        max_position_embeddings=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        rope_type="default" if scaling is None else scaling.kind,
-        rope_factor=1.0 if scaling is None else scaling.factor,
-        original_max_position_embeddings=None if scaling is None else scaling.original_length,
-        weight_bytes=stored if native else dense,
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drumline.config import EngineConfig, Resolved, startup_table
 from drumline.core.errors import CheckpointError, RequestError, UsageError
@@ -19,6 +19,9 @@ from drumline.models.gguf_file import read_gguf
 from drumline.models.gguf_tokenizer import gguf_tokenizer
 from drumline.models.hub_tokenizer import hub_tokenizer
 from drumline.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from drumline.engine.opening import Opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,39 +44,40 @@ class EngineFacts:
         return SamplingParams.from_mapping(self.defaults)
 
 
-def gather_facts(
-    resolved: Resolved,
-    model_path: Path,
-    eos_token_ids: tuple[int, ...],
-    suggested: SamplingDefaults,
-    token_seconds: float,
-    load_seconds: float,
-) -> EngineFacts:
+def gather_facts(opened: Opened, token_seconds: float, load_seconds: float) -> EngineFacts:
     """``token_seconds``: what one token took at warm-up; a step may take 4 times that for each
     token it may hold, beyond step_timeout_seconds."""
+    resolved = opened.resolved
+    architecture = opened.checkpoint.config
     config = resolved.config
     vocab = resolved.model.vocab_size
     asked_logprobs = config.model.max_logprobs
     allowance = 4.0 * token_seconds * resolved.max_num_batched_tokens
     return EngineFacts(
         model=config.model.model,
-        model_path=str(model_path),
+        model_path=str(opened.path),
         limits=IntakeLimits(
             max_model_len=resolved.max_model_len,
             vocab_size=vocab,
             max_logprobs=vocab if asked_logprobs == -1 else asked_logprobs,
             kv_token_capacity=resolved.num_kv_blocks * resolved.block_size,
-            eos_token_ids=eos_token_ids,
-            samples_max=config.server.max_num_queued_reqs + config.scheduler.max_num_seqs,
+            eos_token_ids=architecture.eos_token_ids,
+            samples_max=places(resolved),
             num_speculative_tokens=resolved.num_speculative_tokens,
         ),
-        defaults=sampling_defaults(config, suggested),
+        defaults=sampling_defaults(config, architecture.sampling),
         seed=config.model.seed,
         step_deadline_seconds=config.runtime.step_timeout_seconds + allowance,
         startup_rows=tuple(startup_table(resolved)),
         adjustments=tuple(str(adjustment) for adjustment in resolved.adjustments),
         load_seconds=load_seconds,
     )
+
+
+def places(resolved: Resolved) -> int:
+    """Samples that all replicas together may hold: those that run and those that wait."""
+    config = resolved.config
+    return config.server.max_num_queued_reqs + config.scheduler.max_num_seqs * resolved.mesh.dp
 
 
 def sampling_defaults(config: EngineConfig, suggested: SamplingDefaults) -> dict[str, Any]:

@@ -53,6 +53,9 @@ WORKING = Standing()
 
 class Conductor(Protocol):
     @property
+    def epoch(self) -> int: ...
+
+    @property
     def next_step(self) -> int:
         """The number of the next step to be sealed."""
         ...
@@ -80,7 +83,7 @@ class SoloConductor:
     """
 
     def __init__(self, epoch: int = 0) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self.next_step = 0
         self._verify_width = 1  # an epoch's first step has no drafts to verify
         self.stop_agreed = False
@@ -100,7 +103,7 @@ class SoloConductor:
         self.stop_agreed = standing.stop
         draft_k = proposal.draft_wish if any(map(may_draft, proposal.rows)) else 0
         plan = _plan(
-            proposal, self._epoch, self.next_step, self._verify_width, Decision(turn, draft_k)
+            proposal, self.epoch, self.next_step, self._verify_width, Decision(turn, draft_k)
         )
         self.next_step += 1
         self._verify_width = 1 + draft_k
