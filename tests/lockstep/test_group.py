@@ -11,14 +11,16 @@ import pytest
 from drumline.core.errors import Diverged, EngineError, RankLost
 from drumline.core.plan import StepPlan
 from drumline.core.request import FinishReason
+from drumline.core.traits import DrafterTraits
 from drumline.fleet.leader import Leader, Life
 from drumline.fleet.replica import Replica
 from drumline.lockstep.conductor import SoloConductor
+from drumline.lockstep.mutants import input_fits_in_drafter
 from drumline.scheduler import DraftLength, TableDraftLength, TokenFinish, dynamic_sd_lookup
 from drumline.scheduler.draft_length import AdaptiveDraftLength
 
 from ..scheduler.world import costs_of, make_request
-from .world import DENSE, MTP, NGRAM, STATELESS, World
+from .world import BLOCK, DENSE, MTP, NGRAM, STATELESS, World
 
 
 def table(entries: list[list[int]], k: int = 3) -> DraftLength:
@@ -502,19 +504,10 @@ def test_a_rank_that_issued_something_else_is_named_one_step_later() -> None:
     issue = odd.ledger.issue
 
     def issue_otherwise(operation: str, group: str, shape: Any, dtype: str) -> int:
-        if odd.ledger.step == 3:
-            ticket = issue(operation, group, shape, "bfloat16")
-            odd.ledger._issued[-1] = type(odd.ledger._issued[-1])(
-                odd.ledger._phase,
-                odd.ledger._part,
-                len(odd.ledger._issued) - 1,
-                operation,
-                group,
-                tuple(shape),
-                dtype,
-            )
-            return ticket
-        return issue(operation, group, shape, dtype)
+        wrong = "bfloat16" if odd.ledger.step == 3 else dtype
+        ticket = issue(operation, group, shape, wrong)
+        odd.ledger._issued[-1] = (*odd.ledger._issued[-1][:5], dtype)  # nobody sees it here
+        return ticket
 
     odd.ledger.issue = issue_otherwise  # type: ignore[method-assign]
     world.play(work_for_all)
@@ -523,3 +516,81 @@ def test_a_rank_that_issued_something_else_is_named_one_step_later() -> None:
         assert (error.what, error.step) == ("ledger digest", 4)
         assert [rank for rank, _ in error.values] == [0, 1]
     assert len(world.errors) == 2
+
+
+# ---------------------------------------------------------------- near the limits
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("dp", [2, 4])
+def test_case_04_rows_stop_drafting_at_their_limit_and_nobody_else_does(k: int, dp: int) -> None:
+    """Rank 0 ends at 58 to 64 of 64 positions; the others are far away, at the edge with it, or in
+    prefill. The old gate would have failed on rank 0 while others draft."""
+    gate_failed = 0
+    for end in range(58, 65):
+        for other in ("far", "edge", "prefill") if dp == 2 else ("far",):
+            world = World(end, dp=dp, k=k, skill=0.0)
+
+            def script(w: World, end: int = end, other: str = other) -> None:
+                w.send(0, make_request(0, [9] * 50, end - 50))
+                if other == "edge":
+                    w.send(1, make_request(1, [8] * 50, 14))
+                elif other == "far":
+                    w.send(1, make_request(1, [8] * 10, 30))
+                else:
+                    w.baton.until(lambda: len(w.members[0].plans) > 4, "the edge")
+                    w.send(1, make_request(1, [8] * 45, 5))
+
+            world.play(script)
+            world.check()
+            edge = world.members[0]
+            for plan in edge.plans:
+                assert all(row.draft_limit <= 63 for row in plan.rows)
+                fits = input_fits_in_drafter(plan.rows, plan.verify_width - 1, plan.draft_k, 64)
+                gate_failed += not fits and len(plan.draft_sizes) == k
+    assert gate_failed > 0, "nobody came near the old gate"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "ahead"),
+    [(MTP, 0), (BLOCK, 1), (NGRAM, 0)],
+)
+def test_case_02_beyond_the_drafters_range_a_row_goes_on_without(
+    drafter: DrafterTraits, ahead: int
+) -> None:
+    """Range 32, one position less for a block drafter; rank 0 grows past it, rank 1 stays below:
+    there acceptance stays whole, and rank 0 verifies no draft beyond."""
+    world = World(drafter=drafter, drafter_range=32 - ahead, skill=1.0)
+
+    def script(w: World) -> None:
+        w.send(0, make_request(0, [5] * 20, 30))
+        w.send(1, make_request(1, [6] * 3, 20))
+
+    world.play(script)
+    world.check()
+    grows, short = world.members
+    for plan in grows.plans:
+        for row in plan.rows:
+            assert row.start + row.width <= 32 - ahead or not row.drafts
+            if row.start + len(row.tokens) >= 32 - ahead:
+                assert row.drafts == ()
+    assert any(row.start >= 32 for plan in grows.plans for row in plan.rows)
+    assert short.worker.accepted == short.worker.drafted > 0
+    past = [plan for plan in short.plans if not plan.rows and plan.draft_k]
+    assert not past, "nobody can draft, and the idle rank has dummy drafts"
+
+
+def test_case_23_the_same_request_is_drafted_alike_beside_others() -> None:
+    """One request and three on two ranks: accepted counts are those of one rank with all."""
+
+    def accepted(dp: int, ranks: list[int]) -> dict[int, int]:
+        world = World(dp=dp, skill=1.0)
+
+        for number, rank in enumerate(ranks):
+            world.send(rank, make_request(number, [number + 1] * 3, 15))
+        world.play(lambda w: None)
+        world.check()
+        events = [event for member in world.members for event in member.events]
+        return {e.number: e.speculation.accepted for e in events if e.speculation is not None}
+
+    assert accepted(1, [0, 0, 0, 0]) == accepted(2, [0, 1, 1, 1])

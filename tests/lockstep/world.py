@@ -45,6 +45,7 @@ TARGET = ModelTraits(
 DRAFT = ModelTraits(body=(Collective("all_gather", "ep", (PerToken(), 4)),))
 MTP = DrafterTraits("mtp", True, True, True, first_pass=DRAFT, later_pass=DRAFT)
 STATELESS = DrafterTraits("tests", True, False, first_pass=DRAFT, later_pass=DRAFT)
+BLOCK = DrafterTraits("dflash", True, True, True, True, 1, first_pass=DRAFT)
 DENSE = DrafterTraits("dense", True, True)
 NGRAM = DrafterTraits("ngram")
 

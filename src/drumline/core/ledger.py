@@ -39,12 +39,15 @@ _HEADER = struct.Struct("<8sHHiqqH")  # magic, version, capacity, rank, count, e
 _HEADER_BYTES = 1024
 _REASON_AT = 64
 _REASON_BYTES_MAX = _HEADER_BYTES - _REASON_AT
-# sequence + 1, epoch, step; phase, part, number, operation, group, dtype, how many extents, they;
+# sequence + 1, epoch, step; phase, part; number; operation, group, dtype, how many extents, they;
 # sequence + 1 again, so that a record cut off in its making shows; state
 _RECORD = struct.Struct("<qiqBBHBBBB4qIB")
+_SLOT = struct.Struct("<qiq2sH36sIB")  # the same, with what repeats as bytes
+_WHERE, _WHAT = struct.Struct("<BB"), struct.Struct("<BBBB4q")
+_NUMBER = struct.Struct("<q")
 _RECORD_BYTES = 72
 _STATE_AT = _RECORD.size - 1
-_EPOCH_END, _NUMBER_AT, _NUMBER_END, _CONTENT_END = 20, 22, 24, 60
+_KNOWN_MAX = 4096  # operations whose bytes are kept
 _COUNT_AT = struct.calcsize("<8sHHi")
 _ERROR_AT = _COUNT_AT + 8
 _MASK = 2**63 - 1
@@ -97,6 +100,9 @@ class Ring:
     error: tuple[int, str] | None  # (step, reason)
 
 
+_Key = tuple[str, int, str, str, tuple[int, ...], str]
+
+
 class Ledger:
     """The writer. One per rank and process; not thread-safe."""
 
@@ -111,7 +117,8 @@ class Ledger:
         self._count = 0
         self._epoch = self._step = 0
         self._phase, self._part, self._number = "agree", 0, 0
-        self._issued: list[Entry] = []
+        self._issued: list[_Key] = []
+        self._known: dict[_Key, tuple[bytes, bytes, bytes]] = {}
         self._wide = self._full = b""
         _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, capacity, rank, 0, -1, 0)
 
@@ -148,17 +155,29 @@ class Ledger:
 
     def issue(self, operation: str, group: str, shape: Sequence[int], dtype: str) -> int:
         """Writes that an operation is about to be entered; returns the ticket to complete it."""
-        entry = Entry(self._phase, self._part, self._number, operation, group, tuple(shape), dtype)
+        key = (self._phase, self._part, operation, group, tuple(shape), dtype)
+        known = self._known.get(key)
+        if known is None:
+            known = self._learn(key)
+        where, what, content = known
         ticket = self._count
-        packed = _pack(ticket, self._epoch, self._step, entry)
-        at = self._at(ticket)
-        self._memory[at : at + len(packed)] = packed
+        _SLOT.pack_into(
+            self._memory,
+            self._at(ticket),
+            ticket + 1,
+            self._epoch,
+            self._step,
+            where,
+            self._number,
+            what,
+            (ticket + 1) & 0xFFFFFFFF,
+            0,
+        )
         self._count += 1
-        struct.pack_into("<q", self._memory, _COUNT_AT, self._count)
+        _NUMBER.pack_into(self._memory, _COUNT_AT, self._count)
         self._number += 1
-        self._issued.append(entry)
+        self._issued.append(key)
         # Order is told by chaining; numbers also count what a replica issues alone.
-        content = packed[_EPOCH_END:_NUMBER_AT] + packed[_NUMBER_END:_CONTENT_END]
         if group != "agreement":
             self._full = _digest(self._full, content)
         if group == "ep":
@@ -172,7 +191,10 @@ class Ledger:
 
     def leave(self) -> tuple[Entry, ...]:
         """What the phase has issued so far."""
-        return tuple(self._issued)
+        return tuple(
+            Entry(phase, part, number, operation, group, shape, dtype)
+            for number, (phase, part, operation, group, shape, dtype) in enumerate(self._issued)
+        )
 
     def end(self) -> None:
         """The step was executed; its digests may be told."""
@@ -198,6 +220,24 @@ class Ledger:
     def ring(self) -> Ring:
         """What `read_ring` would find."""
         return parse_ring(bytes(self._memory))
+
+    def _learn(self, key: _Key) -> tuple[bytes, bytes, bytes]:
+        """The bytes of what repeats in records: where, what, and both."""
+        phase, part, operation, group, shape, dtype = key
+        assert len(shape) <= EXTENTS_MAX, shape
+        where = _WHERE.pack(PHASES.index(phase), part)
+        what = _WHAT.pack(
+            OPERATIONS.index(operation),
+            GROUPS.index(group),
+            DTYPES.index(dtype),
+            len(shape),
+            *shape,
+            *(0,) * (EXTENTS_MAX - len(shape)),
+        )
+        if len(self._known) == _KNOWN_MAX:
+            self._known.clear()
+        self._known[key] = (where, what, where + what)
+        return self._known[key]
 
     def _at(self, sequence: int) -> int:
         return _HEADER_BYTES + sequence % self._capacity * _RECORD_BYTES
@@ -232,26 +272,6 @@ def parse_ring(data: bytes) -> Ring:
         text = data[_REASON_AT : _REASON_AT + length].decode(errors="replace")
         error = (error_step, text)
     return Ring(rank, tuple(records), error)
-
-
-def _pack(sequence: int, epoch: int, step: int, entry: Entry) -> bytes:
-    assert len(entry.shape) <= EXTENTS_MAX, entry.shape
-    extents = (*entry.shape, *(0,) * (EXTENTS_MAX - len(entry.shape)))
-    return _RECORD.pack(
-        sequence + 1,
-        epoch,
-        step,
-        PHASES.index(entry.phase),
-        entry.part,
-        entry.number,
-        OPERATIONS.index(entry.operation),
-        GROUPS.index(entry.group),
-        DTYPES.index(entry.dtype),
-        len(entry.shape),
-        *extents,
-        (sequence + 1) % 2**32,
-        0,
-    )
 
 
 def _unpack(data: bytes) -> Record | None:
