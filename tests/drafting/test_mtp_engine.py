@@ -114,7 +114,8 @@ class Run:
 def run(target: Path, spec: dict[str, Any] | None, **settings: Any) -> Run:
     """Outputs of all jobs, twice over (the second time from the prefix cache), and every draft."""
     settings = {"max_model_len": LENGTH, "block_size": 4, "threads": 1, **settings}
-    llm = LLM(model=str(target), speculative_config=spec, ops_backend="reference", **settings)
+    settings = {"ops_backend": "reference", **settings}
+    llm = LLM(model=str(target), speculative_config=spec, **settings)
     seen: Drafts = {}
     speculator = llm.core.worker.speculator
     if speculator is not None:

@@ -214,7 +214,11 @@ def _architecture(path: Path, values: Mapping[str, Any], prefix: str) -> Archite
     plain = {
         key: value for key, value in values.items() if key not in ("architectures", "auto_map")
     }
-    return read_architecture(Fields(path, plain, prefix)).check(path)
+    fields = Fields(path, plain, prefix)
+    config = read_architecture(fields)
+    if config.latent is not None:
+        raise fields.fail("model_type", "drafts as the module of its target's checkpoint alone")
+    return config.check(path)
 
 
 def check_keys(fields: Fields) -> None:

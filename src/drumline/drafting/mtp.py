@@ -11,6 +11,8 @@
     speculators   mtp_layers.0.*                 tap N, before the target's final norm
     mtp.*         Qwen3-Next's names, inside a target's checkpoint or in a folder of their own,
                   here on a llama or qwen block   after the target's final norm, as its family does
+    layer N       DeepSeek-V3's own: model.layers.{N}.{enorm, hnorm, eh_proj, shared_head.norm, ...}
+                  beside its N layers; it too     after the target's final norm
 
 Our extension of the speculators format: ``draft_vocab_size`` below ``vocab_size`` with ``d2t`` and
 ``t2d``; the head is then the named rows of the target's, gathered when the drafter is loaded.
@@ -19,7 +21,7 @@ Without ``model`` the target's own module drafts, or the head that is shipped fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,8 @@ from drumline.drafting.neural import (
     network_facts,
     positions_of,
 )
-from drumline.models.checkpoint import Checkpoint
+from drumline.models import deepseek_v3
+from drumline.models.checkpoint import Checkpoint, module_prefix
 from drumline.models.config import ArchitectureConfig, Fields
 from drumline.models.layers import EMBEDDING, HEAD, ModelOutput
 from drumline.models.moe import split_fused_experts
@@ -77,6 +80,14 @@ _OWN_NAMES = {
     "pre_fc_norm_embedding.weight": TOKEN_NORM,
     "pre_fc_norm_hidden.weight": HIDDEN_NORM,
 }
+_BESIDE_NAMES = {
+    "eh_proj.weight": PROJ,
+    "shared_head.norm.weight": FINAL_NORM,
+    "enorm.weight": TOKEN_NORM,
+    "hnorm.weight": HIDDEN_NORM,
+}
+# DeepSeek's checkpoints repeat the target's embedding and head beside the module.
+_SHARED = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 HEADS = Path(__file__).resolve().parent.parent / "heads"
 
 
@@ -149,13 +160,17 @@ def _own_module(checkpoint: Checkpoint) -> MtpDraft | None:
     if not checkpoint.path.is_dir():
         return None
     files = open_files(checkpoint.path)
-    names = [name for name in files.weights if name.startswith(OWN)]
+    prefix = module_prefix(checkpoint.config)
+    names = [name for name in files.weights if name.startswith(prefix)]
     if not names:
         return None
     fields = open_config(checkpoint.path)
     _check_count(fields)
     own = DraftFiles(files.path, {name: files.weights[name] for name in names}, {})
-    weights = _own_weights(own, _one_block(checkpoint.config))
+    if prefix == OWN:
+        weights = _own_weights(own, _one_block(checkpoint.config))
+    else:
+        weights = _beside_weights(own, prefix, checkpoint)
     return _draft(own, _one_block(checkpoint.config), weights, True, None, Envelope())
 
 
@@ -226,6 +241,24 @@ def _own_weights(files: DraftFiles, config: ArchitectureConfig) -> dict[str, Wei
     return _split(files.path, found, config)
 
 
+def _beside_weights(
+    files: DraftFiles, prefix: str, checkpoint: Checkpoint
+) -> dict[str, WeightTensor]:
+    """DeepSeek's names. CheckpointError for an embedding or head that is not the target's, which
+    is what sharing them means."""
+    found: dict[str, WeightTensor] = {}
+    for name, weight in files.weights.items():
+        plain = name.removeprefix(prefix)
+        if plain in _SHARED:
+            tied = checkpoint.config.tie_word_embeddings
+            target = checkpoint.tensors[EMBEDDING if tied else _SHARED[plain]]
+            if target.shape != weight.shape or not torch.equal(target.data, weight.data):
+                raise CheckpointError(files.path, f"tensor {name} differs from {target.name}")
+        else:
+            found[_BESIDE_NAMES.get(plain, f"{LAYER}0.{plain}")] = weight
+    return _split(files.path, found, checkpoint.config)
+
+
 def _speculators_weights(files: DraftFiles, config: ArchitectureConfig) -> dict[str, WeightTensor]:
     found: dict[str, WeightTensor] = {}
     special = (TOKEN_NORM, HIDDEN_NORM, PROJ, FINAL_NORM)
@@ -259,12 +292,24 @@ class MtpNetwork:
         self.token_norm = ops.load_vector(weights[TOKEN_NORM])
         self.hidden_norm = ops.load_vector(weights[HIDDEN_NORM])
         self.proj = ops.load_linear([weights[PROJ]])
-        rope = build_rope(config, positions, ops.device)
-        self.stack = ops.load_stack(load_layers(config, weights, ops), rope)
+        self.run = self._load_block(config, weights, positions)
         self.final_norm = ops.load_vector(weights[FINAL_NORM])
         self.head: Linear = context.target.head
         if draft.table is not None:
             self.head = ops.load_linear([head_rows(context.checkpoint, draft.table)])
+
+    def _load_block(
+        self, config: ArchitectureConfig, weights: Mapping[str, WeightTensor], positions: int
+    ) -> Callable[[Tensor, PagedBatch, KVCache], Tensor]:
+        """The module's transformer block."""
+        ops = self.ops
+        if config.latent is not None:
+            layers = deepseek_v3.Layers(config, weights, ops, positions)
+            return lambda x, batch, cache: layers.run(x, batch, cache).hidden
+        stack = ops.load_stack(
+            load_layers(config, weights, ops), build_rope(config, positions, ops.device)
+        )
+        return lambda x, batch, cache: ops.run_stack(x, stack, batch, cache)[0]
 
     def read(self, output: ModelOutput, index: Tensor) -> Tensor:
         last = output.hidden.index_select(0, index)
@@ -277,7 +322,7 @@ class MtpNetwork:
         token = ops.rms_norm(ops.embedding(ids, self.embedding), self.token_norm, self.eps)
         normed = ops.rms_norm(hidden, self.hidden_norm, self.eps)
         x = ops.linear(torch.cat((token, normed), dim=1), self.proj)  # [tokens, hidden]
-        x, _ = ops.run_stack(x, self.stack, batch, cache)
+        x = self.run(x, batch, cache)
         return ops.rms_norm(x, self.final_norm, self.eps)
 
     def feed_back(self, x: Tensor) -> Tensor:

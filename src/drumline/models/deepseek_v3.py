@@ -178,7 +178,8 @@ class LatentAttention:
         ``[value, kv_rank]``."""
         ops, latent = self.ops, self.latent
         per_head = weight.data.view(self.heads, latent.plain_dim + latent.value_dim, latent.kv_rank)
-        keys, values = [], []
+        keys: list[Linear] = []
+        values: list[Linear] = []
         for head in per_head.unbind(0):
             key = head[: latent.plain_dim].t().contiguous()
             value = head[latent.plain_dim :].contiguous()
