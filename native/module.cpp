@@ -9,6 +9,7 @@
 #include "cpu_features.hpp"
 #include "linear.hpp"
 #include "ops_module.hpp"
+#include "probe_module.hpp"
 #include "sampling_module.hpp"
 #include "shm_module.hpp"
 
@@ -78,4 +79,5 @@ NB_MODULE(_native, module) {
         .def_prop_ro("nbytes", &drumline::PackedLinear::nbytes);
     drumline::bind_ops(module);
     drumline::bind_sampling(module);
+    drumline::bind_probe(module);
 }

@@ -3,24 +3,33 @@
 latency      one table line per --batch-size: prefill and decode speed of equal requests together
 throughput   --num-prompts requests through the scheduler at once, tokens per second over all
 acceptance   drafts accepted on the prompts of --data, by category; needs --speculative-config
+roofline     target passes beside what they read and multiply, and what the machine can do of it
+compare      decode and prefill beside another engine (--peer), by turns, as ratios
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli.engine import add_script_engine_arguments, engine_config
 from drumline.core.errors import ConfigError, UsageError
 
+ROOFLINE_COLUMNS = (
+    *("rows", "MB", "GMAC", "memory ms", "arithmetic ms", "pass ms"),
+    *("share", "to 1 row", "step ms", "outside"),
+)
+PEERS = ("llama.cpp", "transformers", "openvino", "vllm")
+
 if TYPE_CHECKING:
     from drumline.bench.latency import Measurement
     from drumline.config import EngineConfig
     from drumline.engine.llm import LLM
 
-KINDS = ("latency", "throughput", "acceptance")
+KINDS = ("latency", "throughput", "acceptance", "roofline", "compare")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--batch-size",
         type=int,
         nargs="+",
-        default=[1, 4, 16],
         metavar="N",
-        help="latency: requests together (default: 1 4 16)",
+        help="requests together (default: 1 4 16; roofline: 1 2 4 8 16)",
     )
     parser.add_argument(
         "--num-prompts", type=int, default=64, metavar="N", help="throughput: requests in all"
@@ -47,15 +55,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="acceptance: 0 is greedy"
     )
+    parser.add_argument(
+        "--context", type=int, default=64, metavar="N", help="roofline: tokens of each sequence"
+    )
+    parser.add_argument("--peer", choices=PEERS, help="compare: with which engine")
+    for name in ("--llama-bench", "--llama-batched-bench"):
+        parser.add_argument(name, type=Path, metavar="PATH", help="compare: llama.cpp's program")
+    parser.add_argument(
+        "--peer-python",
+        type=Path,
+        metavar="PATH",
+        help="compare: interpreter that has the peer's library (default: this one)",
+    )
+    parser.add_argument(
+        "--prefill-len", type=int, default=512, metavar="N", help="compare: tokens to prefill"
+    )
     parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="runs counted")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     add_script_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("input_len", "output_len", "num_prompts", "num_iters"):
+    for name in ("input_len", "output_len", "num_prompts", "num_iters", "context", "prefill_len"):
         if getattr(args, name) < 1:
             raise ConfigError(name, getattr(args, name), "must be at least 1")
+    if args.batch_size is None:
+        args.batch_size = [1, 2, 4, 8, 16] if args.kind == "roofline" else [1, 4, 16]
     if min(args.batch_size) < 1:
         raise ConfigError("batch_size", min(args.batch_size), "must be at least 1")
     if args.json is not None and not args.json.parent.is_dir():
@@ -63,11 +88,17 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     if args.kind == "acceptance":
         return _acceptance(args, config)
+    if args.kind == "compare" and args.peer is None:
+        raise UsageError("--peer: compare needs another engine")
 
     from drumline.bench.latency import bench_config
     from drumline.engine.llm import LLM
 
     llm = LLM.from_config(bench_config(config, args.batch_size))
+    if args.kind == "roofline":
+        return _roofline(llm, args)
+    if args.kind == "compare":
+        return _compare(llm, args)
     measurements = _latency(llm, args) if args.kind == "latency" else [_throughput(llm, args)]
     _print(llm, measurements)
     _write(args.json, args.kind, llm, [measurement.as_json() for measurement in measurements])
@@ -104,6 +135,73 @@ def _acceptance(args: argparse.Namespace, config: EngineConfig) -> int:
     return 0
 
 
+def _roofline(llm: LLM, args: argparse.Namespace) -> int:
+    from drumline.bench.roofline import measure_roofline
+    from drumline.models.checkpoint import open_checkpoint
+
+    weights = open_checkpoint(Path(llm.core.facts.model_path)).tensors
+    limits, lines = measure_roofline(llm, weights, args.batch_size, args.context, args.num_iters)
+    print(_headline(llm))
+    print(
+        f"\nreads {limits.bytes_per_second / 1e9:.1f} GB/s, multiplies "
+        f"{limits.int8_macs_per_second / 1e9:.0f} G int8/s, "
+        f"{limits.float_macs_per_second / 1e9:.0f} G float32/s; context {args.context}\n"
+    )
+    print(f"| {' | '.join(ROOFLINE_COLUMNS)} |")
+    print("| ---: |" + " ---: |" * (len(ROOFLINE_COLUMNS) - 1))
+    for one in lines:
+        work = one.work
+        step = "" if one.step_seconds is None else f"{one.step_seconds * 1e3:.2f}"
+        outside = "" if one.outside is None else f"{one.outside:.1%}"
+        print(
+            f"| {work.rows} | {(work.weight_bytes + work.kv_bytes) / 1e6:.1f} "
+            f"| {work.macs / 1e9:.3f} | {one.memory_seconds * 1e3:.2f} "
+            f"| {one.arithmetic_seconds * 1e3:.2f} | {one.pass_seconds * 1e3:.2f} "
+            f"| {one.share:.0%} | {one.pass_seconds / lines[0].pass_seconds:.2f} "
+            f"| {step} | {outside} |"
+        )
+    _write(args.json, "roofline", llm, [one.as_json() for one in lines])
+    return 0
+
+
+def _compare(llm: LLM, args: argparse.Namespace) -> int:
+    from drumline.bench.compare import compare
+    from drumline.bench.peers import open_peer
+
+    peer = open_peer(
+        args.peer,
+        Path(llm.core.facts.model_path),
+        llm.core.resolved.threads,
+        llm.core.facts.limits.vocab_size,
+        args.llama_bench,
+        args.llama_batched_bench,
+        args.peer_python,
+    )
+    try:
+        found = compare(
+            llm,
+            peer,
+            args.batch_size,
+            args.input_len,
+            args.output_len,
+            args.prefill_len,
+            args.num_iters,
+        )
+    finally:
+        peer.close()
+    print(f"{_headline(llm)}\n")
+    print(f"| tokens/s | drumline | {peer.name} | ratio (median, least, largest) |")
+    print("| --- | ---: | ---: | ---: |")
+    for one in found:
+        theirs, ratio = "–", "–"
+        if one.theirs:
+            theirs = f"{statistics.median(one.theirs):.4g}"
+            ratio = f"{one.ratio:.2f} ({min(one.ratios):.2f}–{max(one.ratios):.2f})"
+        print(f"| {one.what} | {statistics.median(one.ours):.4g} | {theirs} | {ratio} |")
+    _write(args.json, "compare", llm, [one.as_json() for one in found])
+    return 0
+
+
 def _latency(llm: LLM, args: argparse.Namespace) -> list[Measurement]:
     from drumline.bench.latency import measure
 
@@ -126,12 +224,7 @@ def _write(path: Path | None, kind: str, llm: LLM, results: list[dict[str, Any]]
 
 def _print(llm: LLM, measurements: list[Measurement]) -> None:
     """A Markdown table, ready for a README."""
-    facts: dict[str, Any] = {name: value for name, value, _ in llm.core.facts.startup_rows}
-    print(
-        f"{facts['model']} · {facts['ops_backend']} ops · {facts['dtype']} · "
-        f"{facts['threads']} threads · {facts['processor']}"
-    )
-    print()
+    print(f"{_headline(llm)}\n")
     print("| requests | prompt + output | prefill tokens/s | decode tokens/s | seconds |")
     print("| ---: | ---: | ---: | ---: | ---: |")
     for m in measurements:
@@ -139,3 +232,11 @@ def _print(llm: LLM, measurements: list[Measurement]) -> None:
             f"| {m.batch_size} | {m.input_len} + {m.output_len} | {m.prefill_tokens_per_second} "
             f"| {m.decode_tokens_per_second} | {m.seconds} |"
         )
+
+
+def _headline(llm: LLM) -> str:
+    facts: dict[str, Any] = {name: value for name, value, _ in llm.core.facts.startup_rows}
+    return (
+        f"{facts['model']} · {facts['ops_backend']} ops · {facts['dtype']} · "
+        f"{facts['threads']} threads · {facts['processor']}"
+    )
