@@ -18,7 +18,11 @@ from drumline.config.facts import DrafterFacts, ModelFacts
 from drumline.config.machine import MachineFacts
 from drumline.config.mesh import Mesh
 from drumline.config.notes import Adjustment, Choice, Notes
-from drumline.config.resolve_parallel import rank_bytes_per_token, resolve_mesh
+from drumline.config.resolve_parallel import (
+    free_rank_bytes,
+    rank_bytes_per_token,
+    resolve_mesh,
+)
 from drumline.config.resolve_speculation import (
     resolve_prefix_caching,
     resolve_range,
@@ -106,15 +110,10 @@ def resolve(
     backend = _ops_backend(asked, machine, notes)
     threads = _threads(asked, machine, mesh, notes)
     spec = resolve_tokens(asked, drafter, mesh, notes)
-    token_bytes = rank_bytes_per_token(model, kv_dtype, mesh)
-    free_bytes = machine.free_memory_bytes - model.weight_bytes * mesh.dp
-    if drafter is not None:
-        token_bytes += drafter.kv_bytes_per_token(kv_dtype)
-        free_bytes -= drafter.weight_bytes * mesh.size
+    token_bytes = rank_bytes_per_token(model, drafter, kv_dtype, mesh)
     block_bytes = token_bytes * asked.cache.block_size
-    rank_bytes = max(0, free_bytes) // mesh.size
-    ranks = "" if mesh.size == 1 else f" for each of {mesh.size} ranks"
-    length, blocks = _length_and_blocks(asked, model, (rank_bytes, ranks), block_bytes, notes)
+    free = free_rank_bytes(machine, model, drafter, mesh)
+    length, blocks = _length_and_blocks(asked, model, free, block_bytes, notes)
     if spec is not None and drafter is not None:
         spec = resolve_range(spec, drafter, length, notes)
     batched = _batched_tokens(asked, length, spec, notes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from drumline.config.engine_config import EngineConfig
 from drumline.config.facts import DrafterFacts, ModelFacts
+from drumline.config.machine import MachineFacts
 from drumline.config.mesh import Mesh
 from drumline.config.notes import Notes
 from drumline.config.speculative import PREFIX, SpeculativeConfig
@@ -86,8 +87,24 @@ def without_dynamic_length(
     return "static", None
 
 
-def rank_bytes_per_token(model: ModelFacts, kv_dtype: str, mesh: Mesh) -> int:
-    """Bytes one token takes in the cache of the rank that holds most of it."""
+def rank_bytes_per_token(
+    model: ModelFacts, drafter: DrafterFacts | None, kv_dtype: str, mesh: Mesh
+) -> int:
+    """Bytes one token takes in the cache of the rank that holds most of it; a drafter's are taken
+    to be whole on each rank."""
     groups = model.attention_groups
     share = -(-groups // mesh.tp)
-    return -(-model.kv_bytes_per_token(kv_dtype) * share // groups)
+    own = -(-model.kv_bytes_per_token(kv_dtype) * share // groups)
+    return own if drafter is None else own + drafter.kv_bytes_per_token(kv_dtype)
+
+
+def free_rank_bytes(
+    machine: MachineFacts, model: ModelFacts, drafter: DrafterFacts | None, mesh: Mesh
+) -> tuple[int, str]:
+    """Bytes free for each rank once all weights are there, and the words for what is divided.
+    Every replica has weights of its own, every rank a drafter."""
+    free = machine.free_memory_bytes - model.weight_bytes * mesh.dp
+    if drafter is not None:
+        free -= drafter.weight_bytes * mesh.size
+    ranks = "" if mesh.size == 1 else f" for each of {mesh.size} ranks"
+    return max(0, free) // mesh.size, ranks

@@ -126,7 +126,7 @@ class Replica:
 
     def _standing(self) -> Standing:
         return Standing(
-            work=self.scheduler.unfinished_count > 0,
+            work=self.scheduler.running_count + self.scheduler.waiting_count > 0,
             pause=self.pause,
             drain=self.drain,
             stop=self.stop,

@@ -181,7 +181,7 @@ class GroupConductor:
         """What this replica tells the others."""
         rows, vote = proposal.rows, proposal.vote
         first: tuple[int, ...] = ()
-        if self._drafter is not None:
+        if self._drafter is not None and rows:
             shapes = [(row.width, row.samples) for row in rows]
             first = first_pass_bounds(self._drafter, shapes, self.rules.num_speculative_tokens)
         mode = MODE_FIXED if self.mode_ready else MODE_LIVE

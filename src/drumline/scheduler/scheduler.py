@@ -73,11 +73,6 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def unfinished_count(self) -> int:
-        """Requests that have not come to their end, whether they can run now or not."""
-        return len(self._sequences)
-
-    @property
     def dynamic_sd_lookup(self) -> DraftTable | None:
         """The table that draft lengths follow, under vLLM's name for it; None: they follow none."""
         return self.draft_length.lookup
