@@ -31,7 +31,7 @@ def open_transformers(model: str, threads: int) -> Generate:
         )
     else:
         network = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32)
-    network.eval()
+    network.eval()  # type: ignore[no-untyped-call]
 
     def generate(prompts: list[list[int]], count: int) -> None:
         ids = torch.tensor(prompts)
