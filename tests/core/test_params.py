@@ -132,3 +132,9 @@ def test_from_mapping_reads_over_a_base_and_checks_again() -> None:
         SamplingParams.from_mapping({"max_tokens": 3}, base)
     with pytest.raises(RequestError, match="logit_bias"):
         SamplingParams.from_mapping({"logit_bias": {"+7": 1}})
+
+
+def test_a_seed_of_minus_one_is_none_as_in_vllm() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams(seed=None)
+    assert SamplingParams.from_mapping({"seed": -1}).seed is None
+    assert SamplingParams(seed=-2).seed == -2
