@@ -9,10 +9,12 @@ from drumline.core.errors import (
     CheckpointError,
     ConfigError,
     DeadlineExceeded,
+    Diverged,
     DrumlineError,
     EngineDead,
     EngineError,
     PromptTooLong,
+    RankLost,
     Refused,
     RequestError,
     UsageError,
@@ -31,6 +33,8 @@ from drumline.core.errors import (
         (EngineError, DrumlineError),
         (DeadlineExceeded, EngineError),
         (EngineDead, EngineError),
+        (RankLost, EngineError),
+        (Diverged, EngineError),
     ],
 )
 def test_the_tree(error: type[Exception], parent: type[Exception]) -> None:
@@ -50,3 +54,19 @@ def test_messages_name_the_thing() -> None:
     assert str(RequestError("is empty")) == "is empty"
     assert str(DeadlineExceeded("start-up", 120.0)) == "start-up: nothing after 120 s"
     assert PromptTooLong("too long", param="prompt").param == "prompt"
+
+
+def test_a_lost_rank_is_named_with_where_and_why() -> None:
+    error = RankLost(3, 17, "draft pass 1", "all_to_all over ep", "has not come within 5 s")
+    assert isinstance(error, EngineError)
+    assert str(error) == (
+        "rank 3 lost in step 17, draft pass 1, all_to_all over ep: has not come within 5 s"
+    )
+    assert (error.rank, error.step, error.phase) == (3, 17, "draft pass 1")
+
+
+def test_ranks_that_differ_are_named_with_their_values_in_order() -> None:
+    error = Diverged("config digest", [(4, "b"), (0, "a")], 0)
+    assert isinstance(error, EngineError)
+    assert str(error) == "step 0: config digest differs: rank 0 has a, rank 4 has b"
+    assert error.values == ((0, "a"), (4, "b"))

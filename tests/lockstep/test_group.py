@@ -439,7 +439,8 @@ def test_case_17_trouble_before_the_seal_is_told_and_all_leave_together() -> Non
     trouble = EngineError("rank 1: no memory left")
     world = World(expects_errors=True, dp=3)
     sick = world.members[1]
-    sick.replica._trouble = lambda: trouble if len(sick.plans) == 4 else None
+    sick.trouble = lambda: trouble if len(sick.plans) == 4 else None  # type: ignore[method-assign]
+    sick.replica._trouble = sick.trouble
     world.play(work_for_all)
     assert [len(member.plans) for member in world.members] == [4, 4, 4]
     assert world.baton.timeouts == 0
@@ -594,3 +595,60 @@ def test_case_23_the_same_request_is_drafted_alike_beside_others() -> None:
         return {e.number: e.speculation.accepted for e in events if e.speculation is not None}
 
     assert accepted(1, [0, 0, 0, 0]) == accepted(2, [0, 1, 1, 1])
+
+
+# ---------------------------------------------------------------- replicas of several ranks
+
+
+def test_followers_issue_what_their_leaders_do() -> None:
+    """Two replicas of two ranks (and one of three): equal logs within each, equal wide ones over
+    all; the accepted and drafted tokens are told within a replica."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        dp, tp = ((2, 2), (1, 3), (3, 2))[seed % 3]
+        options = {**LENGTHS[seed % 5], "drafter": (MTP, STATELESS)[seed % 2]}
+        world = World(seed, dp=dp, tp=tp, **options)
+        world.play(lambda w, rng=rng: anything(w, rng)).check()
+        told = [e for e in world.hands[0].log.values() for e in e if e.operation == "broadcast"]
+        assert bool(told) == any(
+            row.samples for plan in world.members[0].plans for row in plan.rows
+        )
+
+
+def test_case_17_a_follower_that_breaks_ends_the_whole_group() -> None:
+    world = World(expects_errors=True, tp=2)
+    world.hands[1].faults[4] = RuntimeError("disk on fire")  # rank 3
+    world.play(work_for_all)
+    assert world.baton.timeouts == 0
+    assert sorted(world.errors) == [0, 1, 2, 3]
+    assert str(world.errors[3]) == "disk on fire"
+    assert world.hands[1].ledger.ring().error == (4, "RuntimeError: disk on fire")
+    for rank in (0, 1, 2):
+        lost = world.errors[rank]
+        assert isinstance(lost, RankLost)
+        assert (lost.rank, lost.step, lost.reason) == (3, 4, "disk on fire")
+    for member in world.members:
+        assert member.reasons(member.index) == [FinishReason.ERROR]
+
+
+def test_a_follower_that_issued_something_else_is_named_by_its_leader() -> None:
+    world = World(expects_errors=True, tp=2)
+    odd = world.hands[0]  # rank 1
+    issue = odd.ledger.issue
+
+    def issue_otherwise(operation: str, group: str, shape: Any, dtype: str) -> int:
+        wrong = "bfloat16" if odd.ledger.step == 3 and group == "tp" else dtype
+        ticket = issue(operation, group, shape, wrong)
+        odd.ledger._issued[-1] = (*odd.ledger._issued[-1][:5], dtype)
+        return ticket
+
+    odd.ledger.issue = issue_otherwise  # type: ignore[method-assign]
+    world.play(work_for_all)
+    named = world.errors[0]
+    assert isinstance(named, Diverged)
+    assert (named.what, named.step) == ("ledger digest", 3)
+    assert [rank for rank, _ in named.values] == [0, 1]
+    other = world.errors[2]
+    assert isinstance(other, RankLost)
+    assert (other.rank, other.phase) == (0, "agree")
+    assert all(member.reasons(member.index) == [FinishReason.ERROR] for member in world.members)

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from drumline.core.errors import Diverged, RankLost
+from drumline.config.mesh import GroupKind, Mesh
+from drumline.core.errors import Diverged, EngineError, RankLost
 from drumline.core.ledger import Entry, Ledger
 from drumline.core.plan import Event, StepPlan, StepResult
 from drumline.core.request import FinishReason, Request
@@ -29,7 +30,8 @@ from drumline.fleet.replica import Arrivals, Replica
 from drumline.kvcache import BlockPool
 from drumline.lockstep.conductor import Deadlines, GroupConductor
 from drumline.lockstep.decide import Rules
-from drumline.lockstep.local import LocalGroup, LocalWakes
+from drumline.lockstep.follower import Follower, Shipper
+from drumline.lockstep.local import LocalGroup, LocalPlans, LocalWakes
 from drumline.lockstep.mutants import Mutant, MutantConductor
 from drumline.lockstep.script import build_script
 from drumline.scheduler import DraftLength, Scheduler, SchedulerSettings, TokenFinish
@@ -42,6 +44,7 @@ TARGET = ModelTraits(
         Collective("all_to_all", "ep", (PerToken(2), 8)),
     )
 )
+SHARDED = ModelTraits(body=(Collective("all_reduce", "tp", (PerToken(), 8)), *TARGET.body))
 DRAFT = ModelTraits(body=(Collective("all_gather", "ep", (PerToken(), 4)),))
 MTP = DrafterTraits("mtp", True, True, True, first_pass=DRAFT, later_pass=DRAFT)
 STATELESS = DrafterTraits("tests", True, False, first_pass=DRAFT, later_pass=DRAFT)
@@ -204,21 +207,68 @@ class Meeting:
             raise Diverged("operation", said, step)
 
 
-class Member:
-    """One rank, which leads itself: everything it has, and its thread's loop."""
+class Hands:
+    """What any rank does with a plan: the script's collectives, with all that share them."""
 
-    def __init__(self, world: World, rank: int, options: Options) -> None:
+    def __init__(self, world: World, rank: int) -> None:
         self.world = world
         self.rank = rank
+        self.ledger = Ledger.in_memory(rank)
+        self.log: dict[int, list[Entry]] = defaultdict(list)
+        self.faults: dict[int, Exception] = {}  # step: what breaks in it
+
+    def issue(self, plan: StepPlan, compute: Callable[[], None] = lambda: None) -> None:
+        """Executes the plan's script; ``compute`` is the target's own work."""
+        options, ledger = self.world.options, self.ledger
+        model = SHARDED if options.tp > 1 else TARGET
+        for one in build_script(plan, model, options.drafter, options.tp):
+            ledger.enter(one.phase, one.part)
+            if one.phase == "target":
+                compute()
+            if plan.step in self.faults:
+                raise self.faults[plan.step]
+            for entry in (*one.body, *([one.tokens] if one.tokens else [])):
+                shape = tuple(extent for extent in entry.shape if isinstance(extent, int))
+                ticket = ledger.issue(entry.operation, entry.group, shape, entry.dtype)
+                meeting = self.world.meeting_of(entry.group, self.rank)
+                meeting.meet(self.rank, plan.step, ledger.leave()[-1])
+                ledger.complete(ticket)
+            one.check(ledger.leave(), self.rank, plan.step)
+            self.log[plan.step] += ledger.leave()
+        ledger.end()
+
+
+class Hand(Hands):
+    """A follower: executes plans as they come, until there are no more."""
+
+    def __init__(self, world: World, rank: int, plans: LocalPlans) -> None:
+        super().__init__(world, rank)
+        self.follower = Follower(plans.sources[rank], self.issue, self.ledger)
+
+    def live(self) -> None:
+        try:
+            while self.follower.step():
+                self.world.baton.pass_on()
+        except Exception as error:
+            self.world.left(self.rank, str(error))
+            self.world.errors[self.rank] = error
+            if not self.world.expects_errors:
+                raise
+
+
+class Member(Hands):
+    """One replica's leader: everything it has, and its thread's loop."""
+
+    def __init__(self, world: World, index: int, options: Options) -> None:
+        super().__init__(world, index * options.tp)
+        self.index = index
         self.options = options
         self.requests: list[Request] = []
         self.cancelled: list[int] = []
         self.inbox: list[Callable[[], None]] = []
         self.events: list[Event] = []
         self.plans: list[StepPlan] = []
-        self.log: dict[int, list[Entry]] = defaultdict(list)
         self.inside = False  # a step is under way
-        self.faults: dict[int, Exception] = {}  # step: what breaks in it
         self.pool = BlockPool(options.block_count, 4)
         settings = SchedulerSettings(
             max_model_len=64,
@@ -229,14 +279,13 @@ class Member:
         )
         length = None if options.length is None else options.length()
         self.scheduler = Scheduler(settings, self.pool, length)
-        self.worker = HashWorker(self.pool, options.skill, seed=rank)
-        self.ledger = Ledger.in_memory(rank)
+        self.worker = HashWorker(self.pool, options.skill, seed=index)
         rules = Rules.of(options.k, options.drafter, options.adaptive, options.buckets)
         conductor = GroupConductor(
-            world.group.member(rank),
+            world.group.member(self.rank),
             rules,
             self.ledger,
-            config_digest=options.digests.get(rank, 7),
+            config_digest=options.digests.get(self.rank, 7),
             drafter=options.drafter,
             deadlines=Deadlines(2.0),
         )
@@ -251,8 +300,13 @@ class Member:
             emitter=self,
             finish=TokenFinish(),
             clock=world.baton,
+            trouble=self.trouble,
         )
-        self.leader = Leader(self.replica, conductor, world.wakes[rank], self.pending)
+        self.leader = Leader(self.replica, conductor, world.wakes[index], self.pending)
+        followers = range(self.rank + 1, self.rank + options.tp)
+        self.plans_out = LocalPlans(followers, world.baton)
+        self.shipper = Shipper(self.plans_out, self.ledger, lambda plan: 2.0)
+        self.hands = [Hand(world, rank, self.plans_out) for rank in followers]
 
     # ---- seams ---------------------------------------------------------------------------
 
@@ -271,24 +325,15 @@ class Member:
     def execute(self, plan: StepPlan) -> StepResult:
         self.inside = True
         self.plans.append(plan)
-        script = build_script(plan, TARGET, self.options.drafter)
-        for one in script:
-            self.ledger.enter(one.phase, one.part)
-            if one.phase == "target":
-                result = self.worker.execute(plan)
-            if plan.step in self.faults:
-                raise self.faults[plan.step]
-            for entry in one.body:
-                shape = tuple(extent for extent in entry.shape if isinstance(extent, int))
-                ticket = self.ledger.issue(entry.operation, entry.group, shape, entry.dtype)
-                self.world.meeting.meet(self.rank, plan.step, self.ledger.leave()[-1])
-                self.ledger.complete(ticket)
-            issued = self.ledger.leave()
-            one.check(issued, self.rank, plan.step)
-            self.log[plan.step] += issued
-        self.ledger.end()
+        results: list[StepResult] = []
+        if self.hands:
+            self.shipper.ship(plan)
+        self.issue(plan, lambda: results.append(self.worker.execute(plan)))
         self.inside = False
-        return result
+        return results[0]
+
+    def trouble(self) -> EngineError | None:
+        return self.shipper.settle()
 
     # ---- its thread ----------------------------------------------------------------------
 
@@ -304,8 +349,10 @@ class Member:
                     self.inbox.pop(0)()
                     self.world.baton.pass_on()
                 leader.turn()
+            self.plans_out.close()
             self.world.left(self.rank, "has left")
         except Exception as error:
+            self.plans_out.close()
             self.world.left(self.rank, str(error))
             self.world.errors[self.rank] = error
             if not self.world.expects_errors:
@@ -314,7 +361,7 @@ class Member:
     def _something(self) -> bool:
         if self.leader.life is Life.PAUSED or self.world.errors:
             return bool(self.inbox or self.world.errors)
-        return bool(self.inbox or self.pending() or self.world.wakes[self.rank].inbox)
+        return bool(self.inbox or self.pending() or self.world.wakes[self.index].inbox)
 
     def tokens(self, number: int) -> tuple[int, ...]:
         return tuple(t for event in self.events if event.number == number for t in event.tokens)
@@ -323,11 +370,20 @@ class Member:
         return [e.finish_reason for e in self.events if e.number == number and e.finish_reason]
 
 
+def wide(log: dict[int, list[Entry]]) -> dict[int, list[tuple[str, int, str, tuple[int, ...]]]]:
+    """What of a log spans replicas, in order."""
+    return {
+        step: [(e.phase, e.part, e.operation, e.shape) for e in entries if e.group == "ep"]
+        for step, entries in log.items()
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a world is made of; every rank alike but for ``digests``."""
 
     dp: int = 2
+    tp: int = 1
     k: int = 3
     drafter: DrafterTraits | None = MTP
     length: Callable[[], DraftLength] | None = None
@@ -350,17 +406,30 @@ class World:
         self.baton = Baton(seed)
         self.expects_errors = expects_errors
         self.errors: dict[int, Exception] = {}
-        ranks = range(self.options.dp)
-        self.group = LocalGroup(ranks, self.baton)
+        mesh = Mesh(self.options.dp, self.options.tp, expert_parallel=True)
+        self.group = LocalGroup(mesh.leaders, self.baton)
         self.wakes = LocalWakes.connect(self.options.dp, self.baton)
-        self.meeting = Meeting(ranks, self.baton, timeout=2.0)
-        self.members = [Member(self, rank, self.options) for rank in ranks]
+        kinds: tuple[GroupKind, ...] = ("tp", "ep")
+        groups = {mesh.group(kind, rank) for kind in kinds for rank in mesh.ranks}
+        meetings = {group: Meeting(group, self.baton, timeout=2.0) for group in sorted(groups)}
+        self._meetings = {
+            (kind, rank): meetings[mesh.group(kind, rank)] for kind in kinds for rank in mesh.ranks
+        }
+        self.members = [Member(self, index, self.options) for index in range(self.options.dp)]
         self.sent: dict[int, tuple[int, Request]] = {}
         self.cancelled: set[int] = set()
 
+    @property
+    def hands(self) -> list[Hand]:
+        return [hand for member in self.members for hand in member.hands]
+
+    def meeting_of(self, kind: str, rank: int) -> Meeting:
+        return self._meetings[kind, rank]
+
     def left(self, rank: int, why: str) -> None:
         self.group.leave(rank, why)
-        self.meeting.gone[rank] = why
+        for meeting in self._meetings.values():
+            meeting.gone[rank] = why
 
     def send(self, rank: int, request: Request) -> None:
         self.sent[request.number] = (rank, request)
@@ -411,8 +480,8 @@ class World:
                 self.quiet()
                 self.tell_all(Leader.stop)
 
-        for member in self.members:
-            self.baton.spawn(f"rank {member.rank}", member.live)
+        for one in (*self.members, *self.hands):
+            self.baton.spawn(f"rank {one.rank}", one.live)
         self.baton.spawn("supervisor", supervise)
         self.baton.run()
         return self
@@ -429,8 +498,12 @@ class World:
                 whole = (whole[0][: len(told[0])], FinishReason.ABORT)
             assert told == whole
         first = self.members[0]
+        for hand in self.hands:
+            leader = self.members[hand.rank // self.options.tp]
+            assert hand.log == leader.log, "collective logs differ within a replica"
         for member in self.members:
-            assert member.log == first.log, "collective logs differ"
+            assert self.options.tp > 1 or member.log == first.log, "collective logs differ"
+            assert wide(member.log) == wide(first.log), "collective logs differ"
             assert member.conductor.exchange_count == first.conductor.exchange_count
             assert member.conductor.exchange_count == member.conductor.next_step
             assert [p.draft_k for p in member.plans] == [p.draft_k for p in first.plans]
