@@ -33,6 +33,7 @@ VERBS = {
     "train": "make a drafter for a model, from the model's own text",
     "fetch": "bring a model into the cache",
     "tiny": "write a seeded miniature checkpoint, for tests and bug reports",
+    "upcycle": "make a mixture of experts of a dense model, with the same answers",
     "doctor": "what this machine is, and which backend runs why",
 }
 

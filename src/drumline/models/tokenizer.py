@@ -76,6 +76,27 @@ class Tokenizer:
         found: int | None = None if token is None else self._backend.token_to_id(token)
         return found
 
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, from which a hub folder gives the same
+        tokenizer, wherever this one came from."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        sources = self.chat_templates.sources
+        settings: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **self.special_tokens,
+        }
+        if self._backend.encode_special_tokens:
+            settings["split_special_tokens"] = True
+        if list(sources) == ["default"]:
+            settings["chat_template"] = sources["default"]
+        elif sources:
+            settings["chat_template"] = [
+                {"name": name, "template": template} for name, template in sources.items()
+            ]
+        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
     @property
     def vocab_size(self) -> int:
         """Tokens, added ones included. A model may have more rows, which stand for no text."""
