@@ -33,6 +33,7 @@ from drumline.drafting.passes import Lane, PassInputs, draw, proposal
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import ModelOutput
+from drumline.ops.indices import index_tensor
 from drumline.ops.weights import WeightTensor
 
 
@@ -159,7 +160,7 @@ class DFlashDrafter:
                 draw(self.sampler, [lanes[n] for n in wanting], logits.index_select(0, rows))
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.ops.device)
+        return index_tensor(values, self.ops.device)
 
 
 # ---------------------------------------------------------------- loading

@@ -32,6 +32,7 @@ from drumline.models.config import ArchitectureConfig
 from drumline.models.fetch import resolve_model
 from drumline.models.registry import model_module
 from drumline.ops.base import PagedBatch
+from drumline.ops.indices import index_tensor
 
 
 class Speech:
@@ -159,7 +160,7 @@ class DraftModelDrafter:
             draw(self.sampler, wanting, self.speech.said(self.model.compute_logits(last)))
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.ops.device)
+        return index_tensor(values, self.ops.device)
 
 
 # ---------------------------------------------------------------- loading

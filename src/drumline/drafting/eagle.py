@@ -12,7 +12,7 @@ target's embedding; ``fc`` has a bias or not, as the file has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import ModelOutput
 from drumline.models.rope import build_rope
 from drumline.ops.base import KVCache, Linear, PagedBatch
+from drumline.ops.indices import pick_rows
 from drumline.ops.weights import WeightTensor
 
 EMBEDDING = "embed_tokens.weight"
@@ -125,8 +126,8 @@ class EagleNetwork:
         layers = with_entry(load_layers(config, {**weights, FIRST_NORM: unused}, ops))
         self.stack = ops.load_stack(layers, build_rope(config, positions, ops.device))
 
-    def read(self, output: ModelOutput, index: Tensor) -> Tensor:
-        last = output.hidden.index_select(0, index)
+    def read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
+        last = pick_rows(output.hidden, rows)
         return self.ops.rms_norm(last, self.target_norm, self.target_eps)
 
     def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:

@@ -14,7 +14,7 @@ config). The embedding may be the target's; the head is always the drafter's own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ from drumline.models.layers import ModelOutput
 from drumline.models.moe import split_fused_experts
 from drumline.models.rope import build_rope
 from drumline.ops.base import KVCache, Linear, PagedBatch
+from drumline.ops.indices import pick_rows
 from drumline.ops.weights import WeightTensor
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -237,9 +238,9 @@ class Eagle3Network:
         self.norm = ops.load_vector(weights["norm.weight"])
         self.head = ops.load_linear([weights["lm_head.weight"]])
 
-    def read(self, output: ModelOutput, index: Tensor) -> Tensor:
+    def read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
         ops = self.ops
-        parts = [output.taps[tap].index_select(0, index) for tap in self.taps]
+        parts = [pick_rows(output.taps[tap], rows) for tap in self.taps]
         if self.tap_norms:
             parts = [
                 ops.rms_norm(part, norm, self.eps)

@@ -39,6 +39,7 @@ from drumline.models.checkpoint import Checkpoint
 from drumline.models.config import ArchitectureConfig, Fields
 from drumline.models.layers import ModelOutput
 from drumline.ops.base import Linear
+from drumline.ops.indices import index_tensor
 from drumline.ops.weights import WeightTensor
 from drumline.sampling.draft import DraftSampler
 
@@ -178,7 +179,7 @@ class MedusaDrafter:
         return self.ops.rms_norm(last, self.target_norm, self.target_eps)
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.ops.device)
+        return index_tensor(values, self.ops.device)
 
     def compute_logits(self, state: Tensor, head: int) -> Tensor:
         """``[rows, hidden]`` after the target's final norm → ``[rows, vocab]`` of one head."""

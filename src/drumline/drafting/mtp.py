@@ -21,7 +21,7 @@ Without ``model`` the target's own module drafts, or the head that is shipped fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ from drumline.models.layers import EMBEDDING, HEAD, ModelOutput
 from drumline.models.moe import split_fused_experts
 from drumline.models.rope import build_rope
 from drumline.ops.base import KVCache, Linear, PagedBatch
+from drumline.ops.indices import pick_rows
 from drumline.ops.weights import WeightTensor
 
 COUNT = "num_nextn_predict_layers"
@@ -311,8 +312,8 @@ class MtpNetwork:
         )
         return lambda x, batch, cache: ops.run_stack(x, stack, batch, cache)[0]
 
-    def read(self, output: ModelOutput, index: Tensor) -> Tensor:
-        last = output.hidden.index_select(0, index)
+    def read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
+        last = pick_rows(output.hidden, rows)
         if self.target_norm is None:
             return last
         return self.ops.rms_norm(last, self.target_norm, self.target_eps)

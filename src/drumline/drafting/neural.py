@@ -31,6 +31,7 @@ from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import KVSpec, ModelOutput
 from drumline.models.registry import model_module
 from drumline.ops.base import KVCache, LayerWeights, Ops, PagedBatch
+from drumline.ops.indices import index_tensor, pick_rows
 from drumline.ops.weights import WeightTensor
 from drumline.sampling.draft import DraftSampler
 
@@ -44,8 +45,8 @@ class DraftNetwork(Protocol):
     kv_spec: KVSpec
     hidden_size: int
 
-    def read(self, output: ModelOutput, index: Tensor) -> Tensor:
-        """The target's rows ``index`` ``[entries]``, fused to ``[entries, hidden]``."""
+    def read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
+        """The target's ``rows``, fused to ``[entries, hidden]``."""
         ...
 
     def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
@@ -175,7 +176,7 @@ class TapDrafter:
         fused = torch.zeros((0, self.network.hidden_size), device=device)
         if wanted:
             assert output is not None, "rows without the target's hidden states"
-            fused = self.network.read(output, torch.tensor(wanted, device=device))
+            fused = self.network.read(output, wanted)
         for index, (number, _) in enumerate(carry):
             self._carried[number] = fused[len(picked) + index].clone()
         if not carried:
@@ -183,7 +184,7 @@ class TapDrafter:
         rows = iter(range(len(picked)))
         table = torch.cat((fused, torch.stack(list(carried))))
         order = [next(rows) if s >= 0 else len(wanted) - s - 1 for s in sources]
-        return table.index_select(0, torch.tensor(order, device=device))
+        return pick_rows(table, order)
 
     def _next_pass(self, lanes: Sequence[Lane], x: Tensor, index: int) -> Tensor:
         """One token per row: its last draft, with the hidden that drafted it."""
@@ -199,7 +200,7 @@ class TapDrafter:
         live = len(inputs.ids)
         if self.padded:
             inputs.mask(sum(lane.row.samples for lane in lanes) - live)
-        hidden = self.network.feed_back(x.index_select(0, self._index(picked)))
+        hidden = self.network.feed_back(pick_rows(x, picked))
         return self._run(inputs, hidden, live)
 
     def _run(self, inputs: PassInputs, hidden: Tensor, live: int) -> Tensor:
@@ -211,17 +212,16 @@ class TapDrafter:
             hidden = torch.cat((hidden, hidden.new_zeros((tokens - live, hidden.shape[1]))))
         batch = replace(inputs.batch(self.ops.device), first_key=FIRST_KEY)
         batch = self.ops.prepare(batch, self.cache.block_size)
-        return self.network.forward(self._index(inputs.ids), hidden, batch, self.cache)
+        return self.network.forward(
+            index_tensor(inputs.ids, self.ops.device), hidden, batch, self.cache
+        )
 
     def _draw(self, lanes: Sequence[Lane], x: Tensor, index: int) -> None:
         """The drafts of pass ``index``, of rows that want one."""
         wanting = [lane for lane in lanes if lane.wants(index)]
         if wanting:
-            last = x.index_select(0, self._index([lane.at for lane in wanting]))
+            last = pick_rows(x, [lane.at for lane in wanting])
             draw(self.sampler, wanting, self.network.compute_logits(last))
-
-    def _index(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.ops.device)
 
 
 def load_layers(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drumline.drafting.base import DraftRow, Proposal
 from drumline.ops.base import PagedBatch
+from drumline.ops.indices import index_tensor
 from drumline.sampling.draft import DraftSampler, DraftToken
 
 
@@ -60,8 +61,8 @@ class PassInputs:
     def batch(self, device: torch.device) -> PagedBatch:
         """Where the tokens sit; its positions are how far they see."""
         return PagedBatch(
-            positions=torch.tensor(self.reach, dtype=torch.int64, device=device),
-            slots=torch.tensor(self.slots, dtype=torch.int64, device=device),
+            positions=index_tensor(self.reach, device),
+            slots=index_tensor(self.slots, device),
             query_start=tuple(self.query_start),
             block_tables=tuple(self.tables),
         )

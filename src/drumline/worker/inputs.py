@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from drumline.core.plan import Row
 from drumline.ops.base import PagedBatch
+from drumline.ops.indices import index_tensor
 
 
 @dataclass(frozen=True)
@@ -28,25 +30,24 @@ def row_offsets(rows: Sequence[Row]) -> list[int]:
 
 def build_inputs(rows: Sequence[Row], block_size: int, device: torch.device) -> PassInputs:
     """Lays rows end to end, token-major: committed tokens, then drafts, row after row."""
-    ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
+    ids, positions, slots = array("q"), array("q"), array("q")
     query_start = [0]
     for row in rows:
         assert row.width > 0, f"row {row.number} has nothing to compute"
         end = row.start + row.width
         assert end <= len(row.block_ids) * block_size, f"row {row.number} outgrew its blocks"
-        ids += row.tokens
-        ids += row.drafts
+        ids.extend(row.tokens)
+        ids.extend(row.drafts)
+        positions.extend(range(row.start, end))
         for position in range(row.start, end):
-            positions.append(position)
-            slots.append(row.block_ids[position // block_size] * block_size + position % block_size)
-        query_start.append(query_start[-1] + row.width)
+            block, offset = divmod(position, block_size)
+            slots.append(row.block_ids[block] * block_size + offset)
+        query_start.append(len(ids))
     return PassInputs(
-        ids=torch.tensor(ids, dtype=torch.int64, device=device),
+        ids=index_tensor(ids, device),
         batch=PagedBatch(
-            positions=torch.tensor(positions, dtype=torch.int64, device=device),
-            slots=torch.tensor(slots, dtype=torch.int64, device=device),
+            positions=index_tensor(positions, device),
+            slots=index_tensor(slots, device),
             query_start=tuple(query_start),
             block_tables=tuple(row.block_ids for row in rows),
         ),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from drumline.core.plan import Row, RowResult, StepPlan, StepResult
@@ -19,6 +18,7 @@ from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import TargetModel
 from drumline.models.layers import ModelOutput
 from drumline.ops.base import KVCache, Ops
+from drumline.ops.indices import pick_rows
 from drumline.sampling.accept import Accepted, Verifier
 from drumline.sampling.window import Window
 from drumline.worker.inputs import build_inputs, row_offsets
@@ -77,9 +77,10 @@ class Worker:
         inputs = build_inputs(plan.rows, self.cache.block_size, self.ops.device)
         taps = () if self.speculator is None else self.speculator.taps
         output = self.model.forward(inputs.ids, inputs.batch, self.cache, taps)
-        prompts = self._prompt_logprobs(plan.rows, output.hidden)
-        accepted = self._verify(plan.rows, output.hidden)
-        drafts = self._draft(plan, accepted, output)
+        offsets = row_offsets(plan.rows)
+        prompts = self._prompt_logprobs(plan.rows, offsets, output.hidden)
+        accepted = self._verify(plan.rows, offsets, output.hidden)
+        drafts = self._draft(plan, offsets, accepted, output)
         rows = tuple(
             _result(row, accepted.get(row.number), prompts.get(row.number, ()), drafts)
             for row in plan.rows
@@ -112,11 +113,13 @@ class Worker:
 
     # ---- sampling and drafting -----------------------------------------------------------
 
-    def _verify(self, rows: Sequence[Row], hidden: Tensor) -> dict[int, Accepted]:
+    def _verify(
+        self, rows: Sequence[Row], offsets: Sequence[int], hidden: Tensor
+    ) -> dict[int, Accepted]:
         """What each sampling row yields: drafts that stand, and the target's own token."""
         picked: list[int] = []
         windows: list[Window] = []
-        for row, offset in zip(rows, row_offsets(rows), strict=True):
+        for row, offset in zip(rows, offsets, strict=True):
             if row.samples:
                 state = self._sequences[row.number]
                 first = offset + len(row.tokens) - 1
@@ -125,22 +128,25 @@ class Worker:
                 windows.append(Window(state.request, state.token_ids, row.drafts, probs))
         if not picked:
             return {}
-        index = torch.tensor(picked, device=hidden.device)
-        logits = self.model.compute_logits(hidden.index_select(0, index))  # [picked, vocab]
+        logits = self.model.compute_logits(pick_rows(hidden, picked))  # [picked, vocab]
         found = self.verifier.verify(logits, windows)
         return {
             window.request.number: accepted for window, accepted in zip(windows, found, strict=True)
         }
 
     def _draft(
-        self, plan: StepPlan, accepted: dict[int, Accepted], output: ModelOutput
+        self,
+        plan: StepPlan,
+        offsets: Sequence[int],
+        accepted: dict[int, Accepted],
+        output: ModelOutput,
     ) -> dict[int, tuple[int, ...]]:
         """Takes the new tokens over and asks the drafter, once per step, for the next ones.
 
         A row that cannot go on is left out: nothing of it will be read again."""
         outcomes: list[Outcome] = []
-        offsets: list[int] = []
-        for row, offset in zip(plan.rows, row_offsets(plan.rows), strict=True):
+        begins: list[int] = []
+        for row, offset in zip(plan.rows, offsets, strict=True):
             state = self._sequences[row.number]
             outcome = accepted.get(row.number)
             if outcome is not None and outcome.error is not None:
@@ -152,26 +158,28 @@ class Worker:
                 committed = state.token_ids[: row.start + len(row.tokens) + 1]
             count = 0 if outcome is None else len(outcome.tokens) - 1
             outcomes.append(Outcome(row, state.request, committed, count, state.fresh))
-            offsets.append(offset)
+            begins.append(offset)
             state.fresh = False
         if self.speculator is None:
             return {}
-        drafts = self.speculator.draft(plan, outcomes, offsets, output)
+        drafts = self.speculator.draft(plan, outcomes, begins, output)
         return {outcome.row.number: found for outcome, found in zip(outcomes, drafts, strict=True)}
 
     # ---- prompts -------------------------------------------------------------------------
 
     def _prompt_logprobs(
-        self, rows: Sequence[Row], hidden: Tensor
+        self, rows: Sequence[Row], offsets: Sequence[int], hidden: Tensor
     ) -> dict[int, tuple[PositionLogprobs, ...]]:
         """Per row that asks: the prompt tokens at positions start + 1 .. start + len(tokens)."""
         found: dict[int, tuple[PositionLogprobs, ...]] = {}
-        for row, offset in zip(rows, row_offsets(rows), strict=True):
+        for row, offset in zip(rows, offsets, strict=True):
             request = self._sequences[row.number].request
             wanted = request.params.prompt_logprobs
+            if wanted is None:
+                continue
             prompt = request.prompt_token_ids
             count = min(row.start + len(row.tokens), len(prompt) - 1) - row.start
-            if wanted is not None and count > 0:
+            if count > 0:
                 next_ids = prompt[row.start + 1 : row.start + 1 + count]
                 entries: list[PositionLogprobs] = []
                 for at in range(0, count, LOGIT_ROWS_MAX):
