@@ -17,6 +17,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from drumline.config.mesh import GroupKind, Mesh
@@ -28,12 +29,13 @@ from drumline.core.traits import Collective, DrafterTraits, ModelTraits, PerToke
 from drumline.fleet.leader import Leader, Life
 from drumline.fleet.replica import Arrivals, Replica
 from drumline.kvcache import BlockPool
+from drumline.lockstep.channel import Wake
 from drumline.lockstep.conductor import Deadlines, GroupConductor
 from drumline.lockstep.decide import Rules
 from drumline.lockstep.follower import Follower, Shipper
 from drumline.lockstep.local import LocalGroup, LocalPlans, LocalWakes
 from drumline.lockstep.mutants import Mutant, MutantConductor
-from drumline.lockstep.script import build_script
+from drumline.lockstep.script import build_script, pass_sizes
 from drumline.scheduler import DraftLength, Scheduler, SchedulerSettings, TokenFinish
 
 from ..scheduler.world import HashWorker, alone
@@ -172,6 +174,33 @@ class Baton:
 
     def until(self, ready: Callable[[], bool], what: str) -> None:
         self.wait(ready, None, what)
+
+
+class Network:
+    """Carries Wakes, each for as long as it likes; from one sender to one receiver in order."""
+
+    def __init__(self, count: int, baton: Baton, seed: int) -> None:
+        self.wakes = LocalWakes.connect(count, baton)
+        self.closed = False
+        self._baton = baton
+        self._random = random.Random(seed)
+        self._flying: dict[tuple[int, int], list[Wake]] = defaultdict(list)
+        for index, wakes in enumerate(self.wakes):
+            wakes.send = partial(self._send, index)  # type: ignore[method-assign]
+
+    def _send(self, sender: int, wake: Wake) -> None:
+        for receiver in range(len(self.wakes)):
+            if receiver != sender:
+                self._flying[sender, receiver].append(wake)
+
+    def carry(self) -> None:
+        while True:
+            self._baton.until(lambda: self.closed or any(self._flying.values()), "a Wake")
+            flying = [pair for pair, wakes in self._flying.items() if wakes]
+            if not flying:
+                return
+            pair = self._random.choice(flying)
+            self.wakes[pair[1]].inbox.append(self._flying[pair].pop(0))
 
 
 class Meeting:
@@ -325,12 +354,25 @@ class Member(Hands):
     def execute(self, plan: StepPlan) -> StepResult:
         self.inside = True
         self.plans.append(plan)
+        if plan.agreed and not self.options.mutants:
+            self._check_room(plan)
         results: list[StepResult] = []
         if self.hands:
             self.shipper.ship(plan)
         self.issue(plan, lambda: results.append(self.worker.execute(plan)))
         self.inside = False
         return results[0]
+
+    def _check_room(self, plan: StepPlan) -> None:
+        """What this rank has to run fits into what was agreed."""
+        drafter = self.options.drafter
+        assert sum(row.width for row in plan.rows) <= plan.target_size
+        assert len(plan.rows) <= plan.group_rows
+        if drafter is not None and plan.draft_sizes:
+            shapes = [(row.width, row.samples) for row in plan.rows]
+            own = pass_sizes(drafter, shapes, plan.draft_k)
+            pairs = zip(own, plan.draft_sizes, strict=True)
+            assert all(count <= size for count, size in pairs)
 
     def trouble(self) -> EngineError | None:
         return self.shipper.settle()
@@ -408,7 +450,8 @@ class World:
         self.errors: dict[int, Exception] = {}
         mesh = Mesh(self.options.dp, self.options.tp, expert_parallel=True)
         self.group = LocalGroup(mesh.leaders, self.baton)
-        self.wakes = LocalWakes.connect(self.options.dp, self.baton)
+        self.network = Network(self.options.dp, self.baton, seed)
+        self.wakes = self.network.wakes
         kinds: tuple[GroupKind, ...] = ("tp", "ep")
         groups = {mesh.group(kind, rank) for kind in kinds for rank in mesh.ranks}
         meetings = {group: Meeting(group, self.baton, timeout=2.0) for group in sorted(groups)}
@@ -430,6 +473,7 @@ class World:
         self.group.leave(rank, why)
         for meeting in self._meetings.values():
             meeting.gone[rank] = why
+        self.network.closed = all(member.rank in self.group.gone for member in self.members)
 
     def send(self, rank: int, request: Request) -> None:
         self.sent[request.number] = (rank, request)
@@ -482,6 +526,7 @@ class World:
 
         for one in (*self.members, *self.hands):
             self.baton.spawn(f"rank {one.rank}", one.live)
+        self.baton.spawn("network", self.network.carry)
         self.baton.spawn("supervisor", supervise)
         self.baton.run()
         return self
