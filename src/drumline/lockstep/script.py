@@ -46,7 +46,9 @@ def first_pass_bounds(
 
     if traits.in_one_pass:
         return tuple(bound(k) for k in range(k_max + 1))
-    return (bound(0), *(bound(1),) * k_max) if k_max else (bound(0),)
+    if traits.stateful:  # takes what the target took, however much is drafted
+        return (bound(0),) * (k_max + 1)
+    return (0, *(bound(1),) * k_max)
 
 
 def draft_pass_sizes(plan: StepPlan, traits: DrafterTraits) -> tuple[int, ...]:

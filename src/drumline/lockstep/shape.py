@@ -150,34 +150,29 @@ def neutral(num_speculative_tokens: int) -> Vector:
 def join(left: Vector, right: Vector) -> Vector:
     """Both vectors folded into one. Raises `Diverged` where equal fields are not; it knows no
     ranks and calls them 0 and 1, see `join_all`."""
-    _check_equal((left, right), (0, 1))
-    count = (len(left) - _EQUAL - _MAX_FIXED - 2) // 3
-    end_max = _EQUAL + _MAX_FIXED + 2 * count
-    return (
-        *map(max, left[:end_max], right[:end_max]),  # equal fields: what was said
-        *map(min, left[end_max : end_max + 2], right[end_max : end_max + 2]),
-        *(
-            min(LIMIT, a + b)
-            for a, b in zip(left[end_max + 2 :], right[end_max + 2 :], strict=True)
-        ),
-    )
+    return join_all((left, right), (0, 1))
 
 
 def join_all(vectors: Sequence[Vector], ranks: Sequence[int]) -> Vector:
     """The fold of what all members gave, in the order of ``ranks``. Raises `Diverged` that names
     the first field that differs, each rank and its value."""
-    assert vectors
     _check_equal(vectors, ranks)
-    joined = vectors[0]
-    for vector in vectors[1:]:
-        joined = join(joined, vector)
-    return joined
+    if len(vectors) == 1:
+        return vectors[0]
+    count = (len(vectors[0]) - _EQUAL - _MAX_FIXED - 2) // 3
+    end = _EQUAL + _MAX_FIXED + 2 * count  # of fields that take a maximum; equal ones: what is said
+    sums = map(sum, zip(*(vector[end + 2 :] for vector in vectors), strict=True))
+    return (
+        *map(max, *(vector[:end] for vector in vectors)),
+        *map(min, *(vector[end : end + 2] for vector in vectors)),
+        *(total if total < LIMIT else LIMIT for total in sums),
+    )
 
 
 def _check_equal(vectors: Sequence[Vector], ranks: Sequence[int]) -> None:
     heads = [vector[:_EQUAL] for vector in vectors]
     sizes = [len(vector) for vector in vectors]
-    if heads.count(heads[0]) == len(heads) and sizes.count(sizes[0]) == len(sizes):
+    if heads.count(heads[0]) == len(heads) == sizes.count(sizes[0]):
         return
     columns = [*zip(EQUAL_FIELDS, zip(*heads, strict=True), strict=True), ("length", sizes)]
     step = max(head[1] for head in heads)
