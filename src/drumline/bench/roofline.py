@@ -106,6 +106,16 @@ def pass_work(
     )
 
 
+def _one_rank(llm: LLM) -> EngineCore:
+    if isinstance(llm.core, EngineCore):
+        return llm.core
+    parallel = llm.core.resolved.config.parallel
+    for name in ("data_parallel_size", "tensor_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise ConfigError(name, getattr(parallel, name), "roofline measures one rank")
+    raise AssertionError("several ranks, and no size above 1")
+
+
 def measure_roofline(
     llm: LLM,
     weights: Mapping[str, WeightTensor],
@@ -114,7 +124,7 @@ def measure_roofline(
     rounds: int,
 ) -> tuple[Limits, list[Line]]:
     """The medians of ``rounds``. Raises `ConfigError` for sizes that the cache does not hold."""
-    core = llm.core
+    core = _one_rank(llm)
     ops = core.worker.ops
     if ops.name != "native":
         raise UsageError("roofline compares native operations with the machine: --ops-backend")
@@ -205,7 +215,7 @@ def _decode_steps(llm: LLM, rows: int, context: int, number: int) -> tuple[float
         for row in range(rows)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=DECODED, ignore_eos=True)
-    core = llm.core
+    core = _one_rank(llm)
     inside = [0.0]
     model = core.worker.model
     forward, logits = model.forward, model.compute_logits

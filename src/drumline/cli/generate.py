@@ -277,7 +277,7 @@ def sample_object(
         "finish_reason": str(completion.finish_reason or "abort"),
         "error": completion.error,
         "seed": completion.seed,
-        "replica": 0,
+        "replica": completion.replica,
     }
     if completion.logprobs is not None:
         shown["logprobs"] = [position_object(entry) for entry in completion.logprobs]

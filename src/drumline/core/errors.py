@@ -11,6 +11,7 @@
         ├── DeadlineExceeded       a wait ran past its deadline
         ├── EngineDead             the process that serves steps is gone
         ├── RankLost               a rank died, stalled, or said that it cannot go on
+        ├── GroupEnded             a collective was ended by somebody else, who says why
         └── Diverged               ranks that must be equal are not
 
 Every message is one line that names the thing, its value and what is allowed. Our own mistakes
@@ -105,6 +106,11 @@ class RankLost(EngineError):
         self.operation = operation
         self.reason = reason
         super().__init__(f"rank {rank} lost in step {step}, {phase}, {operation}: {reason}")
+
+
+class GroupEnded(EngineError):
+    """A wait for other ranks was ended from outside, or broke without saying at whom. Whoever
+    ended it has the reason."""
 
 
 class Diverged(EngineError):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from drumline.config import EngineConfig, Resolved
-from drumline.config.resolve_parallel import refuse_several_ranks
 from drumline.core.clock import SystemClock
 from drumline.core.errors import EngineDead, EngineError, Refused
 from drumline.core.plan import Event, SpeculationStats, StepPlan, StepResult
@@ -63,11 +62,14 @@ class Load:
 @dataclass(frozen=True)
 class Agreement:
     """How a replica's steps are agreed upon, and with whom. ``trouble``: why those who follow it
-    cannot go on, if they cannot."""
+    cannot go on, if they cannot. ``before``: told of every sealed plan before it is executed.
+    ``alone``: nobody else takes part in its steps."""
 
     conductor: Conductor
     wakes: WakeChannel
     trouble: Callable[[], EngineError | None] = no_trouble
+    before: Callable[[StepPlan], object] = lambda plan: None
+    alone: bool = False
 
 
 class Nobody:
@@ -87,6 +89,7 @@ class EngineCore:
     and steps."""
 
     descriptors: tuple[int, ...] = ()  # nothing to wait for: it moves by its own steps
+    also: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -115,8 +118,8 @@ class EngineCore:
         self._requests: dict[int, Request] = {}
         self._decoding = False
         self._broken: str | None = None
-        self._alone = agreement is None
-        agreed = agreement or Agreement(SoloConductor(), Nobody())
+        agreed = agreement or Agreement(SoloConductor(), Nobody(), alone=True)
+        self._agreed = agreed
         self._replica = Replica(
             scheduler=self.scheduler,
             conductor=agreed.conductor,
@@ -127,7 +130,7 @@ class EngineCore:
             clock=SystemClock(),
             trouble=agreed.trouble,
         )
-        self.leader = Leader(self._replica, agreed.conductor, agreed.wakes, self._pending)
+        self.leader = Leader(self._replica, agreed.conductor, agreed.wakes, lambda: self.pending)
 
     @classmethod
     def load(cls, config: EngineConfig) -> EngineCore:
@@ -135,7 +138,6 @@ class EngineCore:
 
         Raises `UsageError` for whatever was asked and cannot be had.
         """
-        refuse_several_ranks(config)
         began = time.monotonic()
         opened = open_engine(config)
         resolved = opened.resolved
@@ -155,6 +157,13 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return bool(self._arrived or self._cancelled or self._deltas or self._replica.has_work)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a turn has something to take in; one who is alone looks again at its work."""
+        if self._arrived or self._cancelled:
+            return True
+        return self._agreed.alone and self._replica.has_work
 
     @property
     def room(self) -> int:
@@ -246,15 +255,12 @@ class EngineCore:
             row.samples and row.start + len(row.tokens) > len(self._prompt(row.number))
             for row in plan.rows
         )
+        self._agreed.before(plan)
         return self.worker.execute(plan)
 
     def emit(self, events: Sequence[Event]) -> None:
         for event in events:
             self._deltas.append(self._delta(event))
-
-    def _pending(self) -> bool:
-        """Work may be there that could not run before, and can now: alone, one looks again."""
-        return bool(self._arrived or self._cancelled) or (self._alone and self._replica.has_work)
 
     def _prompt(self, number: int) -> tuple[int, ...]:
         return self._requests[number].prompt_token_ids

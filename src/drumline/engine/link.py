@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from drumline.engine.messages import (
@@ -54,7 +54,7 @@ class EngineLink:
         """Starts the process; it waits for its first message."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = _spawn(theirs.fileno())
+            process = spawn("drumline.engine.process", theirs.fileno())
         reader, writer = await asyncio.open_connection(sock=ours)
         return cls(process, reader, writer)
 
@@ -96,18 +96,23 @@ class EngineLink:
             await self._writer.wait_closed()
 
 
-def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
-    """Signals that a terminal or a service manager sends to the whole group are the parent's
-    affair: they are blocked from the process's first moment, until it ignores them."""
+def spawn(
+    module: str, descriptor: int, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts ``module`` with a descriptor and nothing else of ours.
+
+    Signals that a terminal or a service manager sends to the whole group are the parent's affair:
+    they are blocked from the process's first moment, until it ignores them.
+    """
     package_root = str(Path(__file__).parents[2])
     paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPED_BY_PARENT)
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "drumline.engine.process", str(descriptor)],
+            [sys.executable, "-m", module, str(descriptor)],
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join(paths)},
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -120,6 +125,9 @@ class ParentLink:
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._buffer = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def send(self, message: FromEngine) -> None:
         data = encode(message)

@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from drumline.config import EngineConfig
 from drumline.core.errors import ConfigError, EngineError, Refused, RequestError
 from drumline.core.params import SamplingParams
-from drumline.engine.core import EngineCore
 from drumline.engine.facts import make_intake
 from drumline.engine.intake import Prompt, Submission
+from drumline.engine.loading import load_core
 from drumline.engine.outputs import OutputDelta, RequestOutput, RequestRecord
 from drumline.models.tokenizer import Tokenizer
 
@@ -74,9 +74,20 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        self.core = EngineCore.load(config)
+        self.core = load_core(config)
         self.intake = make_intake(self.core.facts, self.core.tokenizer)
         self._busy = threading.Lock()
+
+    def close(self) -> None:
+        """Ends what was started for this model: with several ranks, their processes. It cannot be
+        used afterwards. What is not closed ends with the script."""
+        self.core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def tokenizer(self) -> Tokenizer:

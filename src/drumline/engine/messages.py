@@ -1,4 +1,8 @@
-"""What the front end and the engine's process say to each other, as typed msgpack.
+"""What processes of an engine say to each other, as typed msgpack.
+
+    front end ⇄ engine's process        Start, Submit, Cancel, Ping, Stop · Ready, Deltas, …
+    engine ⇄ its ranks                  Begin, Serve, Submit, Pause, … · Standby, Warm, Deltas, …
+    engine ⇄ nursery                    Birth · Born, Died
 
 Every message is a value; a message that does not decode is a bug of ours and raises. This module
 knows no sockets and no engine.
@@ -8,10 +12,13 @@ from __future__ import annotations
 
 import msgspec
 
-from drumline.config import EngineConfig
+from drumline.config import EngineConfig, Resolved
+from drumline.core.plan import SpeculationStats
 from drumline.core.request import Request
 from drumline.engine.facts import EngineFacts
 from drumline.engine.outputs import OutputDelta
+from drumline.lockstep.channel import Acknowledgement
+from drumline.lockstep.forming import Introduction
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -47,9 +54,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Deltas(msgspec.Struct, frozen=True, tag=True):
-    """What one step added."""
+    """What one step added. ``step``: its number, where a rank says it."""
 
     deltas: tuple[OutputDelta, ...]
+    step: int = -1
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -77,15 +85,140 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     usage: bool
 
 
+# ---- between an engine and its ranks
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """A descriptor that comes with a `Birth`, in the order of its list. ``kind``: ``link``,
+    ``ledger``, ``wake``, ``plan``, or a group's kind. ``ranks``: at the other end, or in it."""
+
+    kind: str
+    ranks: tuple[int, ...] = ()
+    chunk_bytes: int = 0
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What tests and ``bench hang`` switch on, and nobody else: old decisions by the names of
+    `lockstep.mutants`, and exceptions as (rank, step, phase); phase ``load`` is a stop before
+    anything is loaded."""
+
+    mutants: tuple[str, ...] = ()
+    faults: tuple[tuple[int, int, str], ...] = ()
+
+
+class Birth(msgspec.Struct, frozen=True, tag=True):
+    """To the nursery: a rank to bring up, with its descriptors beside the message."""
+
+    rank: int
+    path: str
+    resolved: Resolved
+    handles: tuple[Handle, ...]
+    trial: Trial = Trial()
+
+
+class Born(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+    process: int
+
+
+class Died(msgspec.Struct, frozen=True, tag=True):
+    """A rank's process has ended: its exit code, or the negative number of a signal."""
+
+    rank: int
+    code: int
+
+
+class Standby(msgspec.Struct, frozen=True, tag=True):
+    """A rank has loaded, and waits for `Begin`."""
+
+    introduction: Introduction
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """All ranks have loaded: use every group once. ``kv_blocks``: what this rank's replica has."""
+
+    kv_blocks: int
+
+
+class Warm(msgspec.Struct, frozen=True, tag=True):
+    """The rank has used every group, and waits for `Serve`. Seconds of one token in a pass."""
+
+    token_seconds: float
+
+
+class Serve(msgspec.Struct, frozen=True, tag=True):
+    """All ranks are warm: take steps. ``token_seconds`` are those of the slowest rank."""
+
+    token_seconds: float
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Stand still; answered with `Paused` when no step is under way."""
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True): ...
+
+
+class Paused(msgspec.Struct, frozen=True, tag=True): ...
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """For a replica's sums so far."""
+
+
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """A replica's sums since it was loaded. ``exchanges``: of shapes, over its agreement group."""
+
+    steps: int
+    preemptions: int
+    speculation: SpeculationStats
+    draft_lengths: dict[int, int]
+    exchanges: int
+
+
+class Trouble(msgspec.Struct, frozen=True, tag=True):
+    """A rank's last words. ``kind``: ``own`` if the fault is this rank's, ``lost`` if it waited
+    for ``rank`` in vain, ``differs`` where ranks have other ``values``, ``told`` if somebody else
+    ended its wait, ``usage`` if what was asked is at fault."""
+
+    kind: str
+    message: str
+    rank: int
+    step: int = -1
+    phase: str = ""
+    operation: str = ""
+    what: str = ""
+    values: tuple[tuple[int, str], ...] = ()
+
+
+# ---- within a replica
+
+
+class Shipped(msgspec.Struct, frozen=True, tag=True):
+    """A leader's plan for its followers, in bytes of `lockstep.follower`."""
+
+    sequence: int
+    plan: bytes
+
+
 ToEngine = Start | Submit | Cancel | Ping | Stop
 FromEngine = Ready | Deltas | Refusal | Pong | Fatal
+ToRank = Begin | Serve | Submit | Cancel | Ping | Stop | Pause | Resume | Ask
+FromRank = Standby | Warm | Deltas | Pong | Paused | Told | Trouble
+FromNursery = Born | Died
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_rank = msgspec.msgpack.Decoder(ToRank)
+_from_rank = msgspec.msgpack.Decoder(FromRank)
+_shipped = msgspec.msgpack.Decoder(Shipped)
+_acknowledgement = msgspec.msgpack.Decoder(Acknowledgement)
+_birth = msgspec.msgpack.Decoder(Birth)
+_from_nursery = msgspec.msgpack.Decoder(FromNursery)
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode(message: msgspec.Struct | Acknowledgement) -> bytes:
     return _encoder.encode(message)
 
 
@@ -96,4 +229,31 @@ def decode_to_engine(data: bytes | bytearray) -> ToEngine:
 
 def decode_from_engine(data: bytes) -> FromEngine:
     decoded: FromEngine = _from_engine.decode(data)
+    return decoded
+
+
+def decode_to_rank(data: bytes | bytearray) -> ToRank:
+    decoded: ToRank = _to_rank.decode(data)
+    return decoded
+
+
+def decode_from_rank(data: bytes | bytearray) -> FromRank:
+    decoded: FromRank = _from_rank.decode(data)
+    return decoded
+
+
+def decode_shipped(data: bytes | bytearray) -> Shipped:
+    return _shipped.decode(data)
+
+
+def decode_acknowledgement(data: bytes | bytearray) -> Acknowledgement:
+    return _acknowledgement.decode(data)
+
+
+def decode_birth(data: bytes) -> Birth:
+    return _birth.decode(data)
+
+
+def decode_from_nursery(data: bytes) -> FromNursery:
+    decoded: FromNursery = _from_nursery.decode(data)
     return decoded

@@ -27,12 +27,14 @@ class OutputDelta:
     cached_token_count: int = 0
     error: str | None = None
     speculation: SpeculationStats | None = None  # with the end
+    replica: int = 0  # that serves it
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One sample. ``index`` counts the samples of a request; ``seed`` reproduces it.
-    ``speculation``: what drafts brought it, where speculation is configured."""
+    ``speculation``: what drafts brought it, where speculation is configured. ``replica``: which of
+    several served it."""
 
     index: int
     text: str
@@ -43,6 +45,7 @@ class CompletionOutput:
     seed: int
     error: str | None = None
     speculation: SpeculationStats | None = None
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class SampleRecord:
         self.cached_token_count = 0
         self.error: str | None = None
         self.speculation: SpeculationStats | None = None
+        self.replica = 0
 
     def add(self, delta: OutputDelta) -> None:
         assert self.finish_reason is None, f"sample {self.number} went on after its end"
@@ -88,6 +92,7 @@ class SampleRecord:
         self.stop_reason = delta.stop_reason
         self.error = delta.error
         self.speculation = delta.speculation
+        self.replica = delta.replica
 
     def completion(self) -> CompletionOutput:
         return CompletionOutput(
@@ -100,6 +105,7 @@ class SampleRecord:
             seed=self.seed,
             error=self.error,
             speculation=self.speculation,
+            replica=self.replica,
         )
 
 

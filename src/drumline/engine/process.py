@@ -1,4 +1,4 @@
-"""The engine's own process: a loop between its parent and `EngineCore`.
+"""The engine's own process: a loop between its parent and the engine's core.
 
 Started by `link`, told what to load by its first message. It sleeps without a deadline only while
 it has nothing to do; when its parent is gone it ends at once, whatever it is doing. Interrupts are
@@ -31,7 +31,7 @@ from drumline.engine.messages import (
 
 if TYPE_CHECKING:
     from drumline.core.request import Request
-    from drumline.engine.core import EngineCore
+    from drumline.engine.loading import Core
 
 EXIT_ORPHANED = 3
 
@@ -46,11 +46,14 @@ def main(descriptor: int) -> None:
     try:
         (start,) = link.receive(wait=True)
         assert isinstance(start, Start), "the first message says what to load"
-        from drumline.engine.core import EngineCore  # torch loads here, not in the front end
+        from drumline.engine.loading import load_core  # torch loads here, not in the front end
 
-        core = EngineCore.load(start.config)
-        link.send(Ready(facts=core.facts))
-        _Loop(core, link).run()
+        core = load_core(start.config)
+        try:
+            link.send(Ready(facts=core.facts))
+            _Loop(core, link).run()
+        finally:
+            core.close()
     except UsageError as error:
         link.send(Fatal(message=str(error), usage=True))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -66,19 +69,24 @@ def main(descriptor: int) -> None:
 class _Loop:
     """Messages in, one step, deltas out; again."""
 
-    def __init__(self, core: EngineCore, link: ParentLink) -> None:
+    def __init__(self, core: Core, link: ParentLink) -> None:
         self.core = core
         self.link = link
+        core.also = (link.fileno(),)
         self.stopping = False
 
     def run(self) -> None:
         while not (self.stopping and not self.core.has_work):
-            for message in self.link.receive(wait=not self.core.has_work):
+            for message in self.link.receive(wait=self._waits()):
                 self._handle(message)
-            if self.core.has_work:
+            if self.core.has_work or self.core.descriptors:
                 deltas = self.core.step()
                 if deltas:
                     self.link.send(Deltas(deltas=tuple(deltas)))
+
+    def _waits(self) -> bool:
+        """Whether only a message can bring something to do. Where other ranks work, they can."""
+        return not self.core.has_work and not self.core.descriptors
 
     def _handle(self, message: ToEngine) -> None:
         match message:

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drumline.core.errors import Diverged, EngineError, RankLost
+from drumline.core.errors import Diverged, EngineError, GroupEnded, RankLost
 from drumline.core.ledger import Ledger
 
 TIMEOUT_SECONDS = 5.0
@@ -164,4 +164,4 @@ class RecordedComm:
             if len(lost) > 1:
                 reason = f"{reason}; with it {', '.join(map(str, lost[1:]))}"
             return RankLost(lost[0], step, phase, operation, reason)
-        return EngineError(f"step {step}, {phase}, {operation}: {failure.reason}")
+        return GroupEnded(f"step {step}, {phase}, {operation}: {failure.reason}")

@@ -1,0 +1,122 @@
+"""The seams of `lockstep.channel` over socket pairs: wakes between leaders, plans to followers.
+
+What is sent never waits for who reads it; what is awaited has a deadline, but for a follower's
+next plan. Knows nothing of what plans say.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from drumline.core.errors import RankLost
+from drumline.engine.messages import (
+    Shipped,
+    decode_acknowledgement,
+    decode_shipped,
+)
+from drumline.engine.pipes import Pipe
+from drumline.lockstep.channel import Acknowledgement, Wake
+
+_WAKE = struct.Struct("<qq")
+
+
+class SocketWakes:
+    """A `WakeChannel`. ``peers``: a stream to every other leader."""
+
+    def __init__(self, peers: Sequence[socket.socket]) -> None:
+        self._peers = list(peers)
+        self._incoming = {peer.fileno(): bytearray() for peer in peers}
+        for peer in peers:
+            peer.setblocking(False)
+
+    def send(self, wake: Wake) -> None:
+        """A peer whose socket is full has more wakes than it could heed, one that is gone none."""
+        for peer in self._peers:
+            with suppress(OSError):
+                peer.send(_WAKE.pack(wake.epoch, wake.step))
+
+    def receive(self) -> Sequence[Wake]:
+        found = []
+        for peer in list(self._peers):
+            buffer = self._incoming[peer.fileno()]
+            with suppress(BlockingIOError):
+                data = peer.recv(4096)
+                if not data:  # it has left: nothing more comes, and the socket would stay readable
+                    self._peers.remove(peer)
+                    peer.close()
+                    continue
+                buffer += data
+            whole = len(buffer) - len(buffer) % _WAKE.size
+            found += [Wake(*fields) for fields in _WAKE.iter_unpack(buffer[:whole])]
+            del buffer[:whole]
+        return found
+
+    def filenos(self) -> Sequence[int]:
+        return [peer.fileno() for peer in self._peers]
+
+
+class SocketPlans:
+    """A `PlanChannel`. ``pipes``: one to each follower, by rank."""
+
+    def __init__(self, ends: Mapping[int, socket.socket]) -> None:
+        self._pipes = {rank: Pipe(ends[rank], decode_acknowledgement) for rank in sorted(ends)}
+        self._words: dict[tuple[int, int], Acknowledgement] = {}
+
+    @property
+    def followers(self) -> Sequence[int]:
+        return tuple(self._pipes)
+
+    def send(self, sequence: int, plan: bytes) -> None:
+        for pipe in self._pipes.values():
+            pipe.send(Shipped(sequence=sequence, plan=plan))
+
+    def collect(self, sequence: int, timeout: float) -> Sequence[Acknowledgement]:
+        deadline = time.monotonic() + timeout
+        while missing := [rank for rank in self._pipes if (rank, sequence) not in self._words]:
+            left = deadline - time.monotonic()
+            gone = [rank for rank in missing if self._pipes[rank].gone]
+            if left <= 0 or gone:
+                reason = "has gone" if gone else f"has not acknowledged within {timeout:g} s"
+                rank = (gone or missing)[0]
+                raise RankLost(rank, sequence, "agree", "acknowledgement", reason)
+            poll = select.poll()
+            for rank in missing:
+                poll.register(self._pipes[rank].fileno(), self._pipes[rank].interest)
+            poll.poll(left * 1000)
+            for rank in missing:
+                for word in self._pipes[rank].receive():
+                    self._words[rank, word.sequence] = word
+        return [self._words.pop((rank, sequence)) for rank in self._pipes]
+
+    def close(self) -> None:
+        """There will be no more plans."""
+        for pipe in self._pipes.values():
+            pipe.close()
+
+
+class SocketPlanSource:
+    """A follower's `PlanSource`."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._pipe = Pipe(end, decode_shipped)
+        self._waiting: list[Shipped] = []
+
+    def receive(self) -> tuple[int, bytes] | None:
+        while not self._waiting:
+            if self._pipe.gone:
+                return None
+            poll = select.poll()
+            poll.register(self._pipe.fileno(), self._pipe.interest)
+            poll.poll()  # the end of the leader or of the supervisor ends this wait
+            self._waiting = self._pipe.receive()
+        shipped = self._waiting.pop(0)
+        return shipped.sequence, shipped.plan
+
+    def acknowledge(self, word: Acknowledgement) -> None:
+        self._pipe.send(word)
+        self._pipe.drain(1.0)

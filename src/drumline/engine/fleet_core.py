@@ -1,0 +1,388 @@
+"""`FleetCore`: an engine of several ranks, with the surface of `EngineCore`.
+
+Requests are spread over replicas, deltas come back, and when a rank is lost every request ends
+with an error that names it. It starts the ranks' processes and ends them; what they agree on among
+themselves is theirs. It holds no weights and computes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+
+from drumline.config import EngineConfig, Resolved
+from drumline.core.errors import (
+    DeadlineExceeded,
+    DrumlineError,
+    EngineDead,
+    Refused,
+)
+from drumline.core.plan import SpeculationStats
+from drumline.core.request import FinishReason, Request
+from drumline.engine.core import Counters, Load
+from drumline.engine.facts import EngineFacts, gather_facts, places
+from drumline.engine.messages import (
+    Ask,
+    Begin,
+    Cancel,
+    Deltas,
+    FromRank,
+    Pause,
+    Paused,
+    Ping,
+    Pong,
+    Resume,
+    Serve,
+    Standby,
+    Stop,
+    Submit,
+    Told,
+    Trial,
+    Trouble,
+    Warm,
+)
+from drumline.engine.opening import Opened, open_engine
+from drumline.engine.outputs import OutputDelta
+from drumline.engine.ranks import Nursery, Ranks
+from drumline.engine.tally import Tally, draft_lengths, summed
+from drumline.engine.verdict import verdict
+from drumline.fleet.router import Router
+from drumline.lockstep.forming import form
+from drumline.models.tokenizer import Tokenizer
+
+LOOK_SECONDS = 0.1  # the longest that `step` waits for something to happen
+GRACE_SECONDS = 0.5  # for ranks to say why they end, after the first did
+STOP_SECONDS = 10.0
+NO_TRIAL = Trial()
+
+Answer = TypeVar("Answer", Standby, Warm, Pong, Paused, Told)
+
+
+class FleetCore:
+    """Made by `load`. Not thread-safe: one owner submits, cancels and steps. Closed by its owner,
+    or when it is forgotten; either way nothing of the ranks is left."""
+
+    def __init__(
+        self, opened: Opened, ranks: Ranks, facts: EngineFacts, tokenizer: Tokenizer
+    ) -> None:
+        self.resolved: Resolved = opened.resolved
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.ranks = ranks
+        self.mesh = opened.resolved.mesh
+        self.also: tuple[int, ...] = ()  # descriptors that end a wait in `step`
+        self._router = Router(self.mesh.dp)
+        self._tally = Tally()
+        self._deltas: list[OutputDelta] = []
+        self._answers: dict[type[FromRank], dict[int, FromRank]] = {}
+        self._troubles: dict[int, Trouble] = {}
+        self._last_steps: dict[int, int] = {}
+        self._heard = dict.fromkeys(self.mesh.leaders, time.monotonic())
+        self._asked: dict[int, float] = {}  # leader: when it was asked for a sign of life
+        self._broken: DrumlineError | None = None
+        self._closed = self._serving = False
+        self._finalizer = weakref.finalize(self, ranks.close)
+
+    @classmethod
+    def load(
+        cls, config: EngineConfig, trial: Trial = NO_TRIAL, nursery: Nursery | None = None
+    ) -> FleetCore:
+        """Starts all ranks and waits until they serve, at most startup_timeout_seconds.
+
+        Raises `UsageError` for whatever was asked and cannot be had, `DeadlineExceeded` or
+        `RankLost` naming a rank that does not come up.
+        """
+        began = time.monotonic()
+        opened = open_engine(config)
+        ranks = Ranks(opened, trial, nursery)
+        try:
+            tokenizer = opened.tokenizer()
+            core = cls(opened, ranks, gather_facts(opened, 0.0, 0.0), tokenizer)
+            core._begin(began + config.runtime.startup_timeout_seconds, opened, began)
+        except BaseException:
+            ranks.close()
+            raise
+        return core
+
+    def _begin(self, deadline: float, opened: Opened, began: float) -> None:
+        everybody = self.mesh.ranks
+        standing = self._gather(Standby, everybody, deadline, "has not loaded")
+        formed = form(self.mesh, [standing[rank].introduction for rank in everybody])
+        for rank in everybody:
+            blocks = formed.kv_blocks[self.mesh.place(rank).dp_index]
+            self._tell(rank, Begin(kv_blocks=blocks))
+        warm = self._gather(Warm, everybody, deadline, "has not warmed up")
+        token_seconds = max(one.token_seconds for one in warm.values())
+        for rank in everybody:
+            self._tell(rank, Serve(token_seconds=token_seconds))
+        for leader in self.mesh.leaders:
+            self._tell(leader, Ping())
+        self._gather(Pong, self.mesh.leaders, deadline, "does not serve")
+        self._serving = True
+        self.facts = gather_facts(opened, token_seconds, time.monotonic() - began)
+
+    # ---- requests ------------------------------------------------------------------------
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What becomes readable when a rank says something."""
+        return self.ranks.descriptors
+
+    @property
+    def failure(self) -> DrumlineError | None:
+        """What the ranks broke with, if they did."""
+        return self._broken
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._deltas or self._tally.live)
+
+    @property
+    def room(self) -> int:
+        """How many samples `submit` would take now, over all replicas."""
+        return max(0, places(self.resolved) - len(self._tally.live))
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Takes all of them or none; each goes to a replica of its own choice. Raises `Refused`
+        if the queues are full, `EngineDead` after a failure."""
+        if self._broken is not None or self._closed:
+            raise EngineDead(str(self._broken or "the engine was closed"))
+        if len(requests) > self.room:
+            limit = self.resolved.config.server.max_num_queued_reqs
+            raise Refused(f"the queue is full: max_num_queued_reqs={limit}")
+        for request in requests:
+            replica = self._router.place(
+                request.number, request.prompt_token_ids, request.max_tokens
+            )
+            self._tally.begin(request, replica)
+            leader = self.mesh.leaders[replica]
+            self._expect(leader)
+            self._tell(leader, Submit(requests=(request,)))
+
+    def cancel(self, number: int) -> None:
+        """The request ends with ``abort`` soon; unknown numbers are ignored."""
+        replica = self._tally.live.get(number)
+        if replica is not None and self._broken is None:
+            self._tell(self.mesh.leaders[replica], Cancel(numbers=(number,)))
+
+    def cancel_all(self) -> None:
+        for number in list(self._tally.live):
+            self.cancel(number)
+
+    def step(self) -> list[OutputDelta]:
+        """Waits a moment for something to happen, and gives what came. Raises `EngineError` if
+        the ranks broke; the deltas that end what was in flight are then in `take_deltas`."""
+        if self._broken is None:
+            if not self._deltas:
+                self.ranks.wait(LOOK_SECONDS, self.also)
+            self._listen()
+            self._watch()
+        if self._broken is not None and self._tally.ended_by_failure:
+            self._tally.ended_by_failure = False
+            raise self._broken
+        return self.take_deltas()
+
+    def take_deltas(self) -> list[OutputDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    # ---- what is known of it -------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        self._tally.note(self._told(), self.mesh.agrees)
+        return self._tally.counters
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """What drafts brought to all requests so far."""
+        return summed([one.speculation for one in self._told().values()])
+
+    @property
+    def draft_lengths(self) -> dict[int, int]:
+        """Draft length → steps with a live row that drafted so many: the group's where replicas
+        take every step together, else summed over them."""
+        return draft_lengths(self._told(), self.mesh.agrees)
+
+    def load_now(self) -> Load:
+        if self._broken is not None:
+            raise EngineDead(str(self._broken))
+        self._ask(Ping(), Pong)
+        said = [word for word in self._answers[Pong].values() if isinstance(word, Pong)]
+        return Load(
+            step=max(word.step for word in said),
+            running=sum(word.running for word in said),
+            waiting=sum(word.waiting for word in said),
+            kv_usage=max(word.kv_usage for word in said),
+        )
+
+    # ---- standing still ------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Returns when no replica is in a step; none starts before `resume`."""
+        self._ask(Pause(), Paused)
+
+    def resume(self) -> None:
+        self._ask(Resume(), None)
+        self._ask(Ping(), Pong)
+
+    def close(self) -> None:
+        """Aborts what is in flight, ends the ranks, and leaves nothing behind."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._broken is None:
+            for leader in self.mesh.leaders:
+                self._tell(leader, Stop())
+            self.ranks.await_end(STOP_SECONDS)
+            self._listen()
+        self._end_all(FinishReason.ABORT, None)
+        self._finalizer()
+
+    # ---- ranks ---------------------------------------------------------------------------
+
+    def _tell(self, rank: int, message: msgspec.Struct) -> None:
+        self.ranks.pipes[rank].send(message)
+
+    def _listen(self) -> None:
+        """Takes in everything that has come."""
+        for rank, word in self.ranks.receive():
+            self._heard[rank] = time.monotonic()
+            self._asked.pop(rank, None)
+            match word:
+                case Deltas(deltas, step):
+                    self._last_steps[rank] = step
+                    self._take(deltas)
+                case Trouble():
+                    self._troubles[rank] = word
+                case _:
+                    self._answers.setdefault(type(word), {})[rank] = word
+
+    def _take(self, deltas: Sequence[OutputDelta]) -> None:
+        for delta in deltas:
+            replica = self._tally.live.get(delta.number)
+            if replica is None:
+                continue
+            self._tally.count(delta)
+            self._router.produced(delta.number, len(delta.token_ids))
+            if delta.finish_reason is not None:
+                self._router.ended(delta.number)
+            self._deltas.append(replace(delta, replica=replica))
+
+    def _expect(self, leader: int) -> None:
+        """Something was asked of a leader: from now on it must be heard."""
+        if not self._tally.busy(self.mesh.leaders.index(leader)):
+            self._heard[leader] = time.monotonic()
+
+    def _watch(self) -> None:
+        """Sees deaths, last words, and leaders that have work and say nothing."""
+        if self._closed:
+            return
+        if self._troubles or self.ranks.died or self.ranks.nursery_gone:
+            self._fail(())
+            return
+        mode = self.resolved.config.runtime.watchdog
+        if mode == "off":
+            return
+        now, seconds = time.monotonic(), self.facts.step_deadline_seconds
+        for replica, leader in enumerate(self.mesh.leaders):
+            if not self._tally.busy(replica):
+                continue
+            asked = self._asked.get(leader)
+            if asked is None and now - self._heard[leader] > seconds / 4:
+                self._asked[leader] = now
+                self._tell(leader, Ping())
+            elif asked is not None and now - asked > seconds + GRACE_SECONDS:
+                if mode == "enforce":
+                    self._fail((leader,))
+                    return
+                del self._asked[leader]
+
+    def _fail(self, overdue: tuple[int, ...]) -> None:
+        """The ranks have broken: all of them end, and every request is told who is to blame."""
+        everybody = set(self.mesh.ranks)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and not overdue:
+            if everybody <= self._troubles.keys() | self.ranks.died.keys():
+                break
+            if not self.mesh.agrees and self.mesh.tp == 1:
+                break  # nobody else is concerned
+            self.ranks.wait(deadline - time.monotonic())
+            self._listen()
+        silent = tuple(sorted(everybody - self._troubles.keys() - self.ranks.died.keys()))
+        concerned = overdue or (silent if self.mesh.agrees or self.mesh.tp > 1 else ())
+        error = verdict(
+            self._troubles,
+            self.ranks.died,
+            self.ranks.processes,
+            concerned,
+            self.ranks.ring,
+            self._last_steps,
+        )
+        self._broken = error
+        self.ranks.kill()
+        self._end_all(FinishReason.ERROR, str(error))
+        self._tally.ended_by_failure = True
+        self._finalizer()
+
+    def _end_all(self, reason: FinishReason, error: str | None) -> None:
+        for number, replica in list(self._tally.live.items()):
+            delta = OutputDelta(number, finish_reason=reason, error=error, replica=replica)
+            self._tally.count(delta)
+            self._router.ended(number)
+            self._deltas.append(delta)
+
+    # ---- questions -----------------------------------------------------------------------
+
+    def _told(self) -> dict[int, Told]:
+        """Every leader's sums; the last known ones where there is nobody to ask."""
+        if self._broken is None and not self._closed:
+            self._ask(Ask(), Told)
+        known = self._answers.get(Told, {})
+        return {rank: word for rank, word in known.items() if isinstance(word, Told)}
+
+    def _ask(self, question: msgspec.Struct, kind: type[Answer] | None) -> None:
+        """Puts a question to every leader and waits for all answers, if any are due."""
+        if self._broken is not None or self._closed:
+            raise EngineDead(str(self._broken or "the engine was closed"))
+        if kind is not None:
+            self._answers.pop(kind, None)
+        for leader in self.mesh.leaders:
+            self._tell(leader, question)
+        if kind is not None:
+            seconds = self.facts.step_deadline_seconds + GRACE_SECONDS
+            self._gather(kind, self.mesh.leaders, time.monotonic() + seconds, "does not answer")
+
+    def _gather(
+        self, kind: type[Answer], ranks: Sequence[int], deadline: float, what: str
+    ) -> dict[int, Answer]:
+        """One answer from each; raises what the ranks broke with, or `DeadlineExceeded`."""
+        began = time.monotonic()
+        while True:
+            known = self._answers.get(kind, {})
+            missing = [rank for rank in ranks if rank not in known]
+            if not missing:
+                found = {rank: known[rank] for rank in ranks}
+                return {rank: word for rank, word in found.items() if isinstance(word, kind)}
+            left = deadline - time.monotonic()
+            if left <= 0:
+                process = self.ranks.processes.get(missing[0])
+                name = f"rank {missing[0]} (process {process}) {what}"
+                if self._serving:
+                    self._fail((missing[0],))
+                else:
+                    self._broken = DeadlineExceeded(name, time.monotonic() - began)
+                    self._finalizer()
+                assert self._broken is not None
+                raise self._broken
+            self.ranks.wait(left)
+            self._listen()
+            if self._troubles or self.ranks.died or self.ranks.nursery_gone:
+                self._fail(())
+                assert self._broken is not None
+                raise self._broken

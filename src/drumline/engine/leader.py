@@ -1,0 +1,192 @@
+"""A leader's loop: words from the supervisor in, turns of its replica, deltas out.
+
+It sleeps without a deadline only while its replica rests; then words, wakes and the end of the
+supervisor wake it. Everything it decides, `fleet.Leader` and the conductor decide.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+
+from drumline.core.errors import Refused, RequestError
+from drumline.core.ledger import Ledger
+from drumline.core.plan import StepPlan
+from drumline.core.request import FinishReason, Request
+from drumline.engine.channels import SocketPlans, SocketWakes
+from drumline.engine.core import Agreement, EngineCore, Nobody
+from drumline.engine.ends import Ends, config_digest, digest_number
+from drumline.engine.facts import gather_facts
+from drumline.engine.messages import (
+    Ask,
+    Birth,
+    Cancel,
+    Deltas,
+    Pause,
+    Paused,
+    Ping,
+    Pong,
+    Resume,
+    Stop,
+    Submit,
+    Told,
+    ToRank,
+)
+from drumline.engine.opening import Opened
+from drumline.engine.outputs import OutputDelta
+from drumline.fleet.leader import Life
+from drumline.fleet.replica import no_trouble
+from drumline.lockstep.conductor import (
+    Conductor,
+    Deadlines,
+    GroupConductor,
+    SoloConductor,
+)
+from drumline.lockstep.decide import Rules
+from drumline.lockstep.follower import Shipper
+from drumline.lockstep.mutants import Mutant, MutantConductor
+from drumline.parallel.groups import RankComms
+from drumline.worker.worker import Worker
+
+EXIT_ORPHANED = 3
+
+
+class LeaderLoop:
+    """One replica's leader in its process, from its first turn to its last."""
+
+    def __init__(
+        self,
+        birth: Birth,
+        ends: Ends,
+        ledger: Ledger,
+        comms: RankComms,
+        opened: Opened,
+        worker: Worker,
+        deadlines: Deadlines,
+    ) -> None:
+        self.link = ends.link
+        self.ledger = ledger
+        self.comms = comms
+        self.deadlines = deadlines
+        self.wakes = SocketWakes(ends.wakes) if ends.wakes else Nobody()
+        self.plans = SocketPlans(ends.plans) if ends.plans else None
+        self.shipper: Shipper | None = None
+        if self.plans is not None:
+            self.shipper = Shipper(self.plans, ledger, self._allowed)
+        self.conductor = self._conductor(birth, opened, worker)
+        agreement = Agreement(
+            self.conductor,
+            self.wakes,
+            trouble=no_trouble if self.shipper is None else self.shipper.settle,
+            before=self._before,
+            alone=comms.agreement is None,
+        )
+        facts = gather_facts(opened, deadlines.token_seconds, 0.0)
+        self.core = EngineCore(opened.resolved, worker, opened.tokenizer(), facts, agreement)
+        self._owes_pause = False
+
+    def _conductor(self, birth: Birth, opened: Opened, worker: Worker) -> Conductor:
+        if self.comms.agreement is None:
+            return SoloConductor()
+        resolved = opened.resolved
+        speculation = resolved.speculation
+        adaptive = speculation is not None and speculation.draft_length == "adaptive"
+        inner = GroupConductor(
+            self.comms.agreement,
+            Rules.of(resolved.num_speculative_tokens, worker.traits, adaptive),
+            self.ledger,
+            config_digest=digest_number(config_digest(resolved)),
+            drafter=worker.traits,
+            deadlines=self.deadlines,
+        )
+        mutants = [Mutant(name) for name in birth.trial.mutants]
+        if not mutants:
+            return inner
+        reach = None if worker.traits is None else worker.traits.positions_max
+        return MutantConductor(inner, mutants, reach or resolved.max_model_len)
+
+    def run(self) -> None:
+        """Until told to stop. Raises what ends the group."""
+        leader = self.core.leader
+        while leader.life is not Life.GONE:
+            self._rest()
+            for word in self.link.receive():
+                self._handle(word)
+            if self.link.gone:
+                os._exit(EXIT_ORPHANED)
+            self._send(self.core.step())
+            if self._owes_pause and leader.paused:
+                self._owes_pause = False
+                self.link.send(Paused())
+        if self.plans is not None:
+            self.plans.close()
+
+    def _rest(self) -> None:
+        """Waits while there is nothing to do."""
+        if not self.core.leader.rests or self.core.pending:
+            return
+        poll = select.poll()
+        poll.register(self.link.fileno(), self.link.interest)
+        for descriptor in self.wakes.filenos():
+            poll.register(descriptor, select.POLLIN)
+        poll.poll()
+
+    def _send(self, deltas: list[OutputDelta]) -> None:
+        if deltas:
+            self.link.send(Deltas(deltas=tuple(deltas), step=self.conductor.next_step - 1))
+
+    def _allowed(self, plan: StepPlan) -> float:
+        """Seconds for a plan's step."""
+        tokens = plan.target_size or sum(row.width for row in plan.rows)
+        return self.deadlines.after(tokens + sum(plan.draft_sizes))
+
+    def _before(self, plan: StepPlan) -> None:
+        """A sealed plan, about to be executed."""
+        if self.comms.agreement is None:
+            self.ledger.begin(plan.epoch, plan.step)
+        self.comms.set_timeout(self._allowed(plan))
+        if self.shipper is not None:
+            self.shipper.ship(plan)
+
+    def _handle(self, word: ToRank) -> None:
+        match word:
+            case Submit(requests):
+                self._submit(requests)
+            case Cancel(numbers):
+                for number in numbers:
+                    self.core.cancel(number)
+            case Ping():
+                load = self.core.load_now()
+                self.link.send(Pong(load.step, load.running, load.waiting, load.kv_usage))
+            case Ask():
+                self.link.send(self._told())
+            case Pause():
+                self._owes_pause = True
+                self.core.leader.pause()
+            case Resume():
+                self.core.leader.resume()
+            case Stop():
+                self.core.leader.stop()
+            case _:
+                raise AssertionError(f"{word} after the start")
+
+    def _submit(self, requests: tuple[Request, ...]) -> None:
+        try:
+            self.core.submit(requests)
+        except (Refused, RequestError) as error:
+            ended = [
+                OutputDelta(request.number, finish_reason=FinishReason.ERROR, error=str(error))
+                for request in requests
+            ]
+            self._send(ended)
+
+    def _told(self) -> Told:
+        core, conductor = self.core, self.conductor
+        inner = conductor.inner if isinstance(conductor, MutantConductor) else conductor
+        return Told(
+            steps=core.counters.steps,
+            preemptions=core.counters.preemptions,
+            speculation=core.speculation,
+            draft_lengths=core.draft_lengths,
+            exchanges=inner.exchange_count if isinstance(inner, GroupConductor) else 0,
+        )

@@ -1,0 +1,164 @@
+"""One rank's process: loads, joins its groups, then leads its replica or follows its leader.
+
+    born → Standby … Begin → every group used once → Warm … Serve → steps until told to stop
+
+What breaks here ends every wait of every rank: this one says why, raises the abort word and leaves.
+When whoever started it is gone, it ends at once, wherever it is. It decides nothing that the rooms
+it joins decide.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from drumline.core.cpu import native_paths
+from drumline.core.errors import Diverged, GroupEnded, RankLost, UsageError
+from drumline.core.ledger import Ledger
+from drumline.core.plan import StepPlan
+from drumline.engine.channels import SocketPlanSource
+from drumline.engine.ends import Ends, config_digest
+from drumline.engine.leader import LeaderLoop
+from drumline.engine.messages import Begin, Birth, Serve, Standby, Trouble, Warm
+from drumline.engine.opening import Opened
+from drumline.engine.pipes import exit_when_gone
+from drumline.lockstep.conductor import Deadlines
+from drumline.lockstep.follower import Follower
+from drumline.lockstep.forming import Introduction
+from drumline.models.checkpoint import open_checkpoint
+from drumline.parallel.groups import RankComms, connect_shm
+from drumline.parallel.shm import raise_abort
+from drumline.worker.load import load_worker, warm_up
+from drumline.worker.worker import Worker
+
+EXIT_BROKEN, EXIT_ORPHANED = 1, 3
+ALLOWANCE = 4.0  # times the slowest rank's time for a token
+LAST_WORDS_SECONDS = 0.05
+
+Word = TypeVar("Word", Begin, Serve)
+
+
+def serve(birth: Birth, descriptors: Sequence[int]) -> int:
+    """Lives the life of a rank; returns its exit code."""
+    ends = Ends.of(birth, descriptors)
+    exit_when_gone(ends.link.fileno(), EXIT_ORPHANED)
+    ledger = Ledger.on_descriptor(ends.ledger, birth.rank)
+    try:
+        with torch.inference_mode():
+            _live(birth, ends, ledger)
+    except Exception as error:
+        _leave(birth, ends, ledger, error)
+        return EXIT_BROKEN
+    ends.link.drain(LAST_WORDS_SECONDS)
+    return 0
+
+
+def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
+    """From birth to the end of the loop; raises what ends it early."""
+    resolved, rank = birth.resolved, birth.rank
+    runtime = resolved.config.runtime
+    if (rank, -1, "load") in birth.trial.faults:
+        os.kill(os.getpid(), signal.SIGSTOP)  # a rank that does not come up
+    comms = connect_shm(
+        resolved.mesh,
+        rank,
+        ends.segments,
+        ledger,
+        seconds=runtime.startup_timeout_seconds,
+        watch_fd=ends.link.fileno(),
+    )
+    opened = Opened(Path(birth.path), open_checkpoint(Path(birth.path)), resolved)
+    worker = load_worker(resolved, opened.checkpoint)
+    paths = native_paths() if resolved.ops_backend == "native" else ("reference",)
+    introduction = Introduction(rank, config_digest(resolved), paths[0], resolved.num_kv_blocks)
+    ends.link.send(Standby(introduction=introduction))
+    _await(ends, Begin)
+    ledger.begin(0, 0)
+    ledger.enter("warmup")
+    ends.link.send(Warm(token_seconds=warm_up(worker)))
+    token_seconds = _await(ends, Serve).token_seconds
+    deadlines = Deadlines(runtime.step_timeout_seconds, ALLOWANCE * token_seconds)
+    if resolved.mesh.leads(rank):
+        LeaderLoop(birth, ends, ledger, comms, opened, worker, deadlines).run()
+    else:
+        _follow(ends, worker, ledger, comms, deadlines)
+    comms.close()
+
+
+def _follow(
+    ends: Ends, worker: Worker, ledger: Ledger, comms: RankComms, deadlines: Deadlines
+) -> None:
+    """Executes what the leader ships, until it ships no more."""
+    (leader,) = ends.plans.values()
+
+    def execute(plan: StepPlan) -> None:
+        comms.set_timeout(deadlines.after(plan.target_size + sum(plan.draft_sizes)))
+        worker.execute(plan)
+
+    follower = Follower(SocketPlanSource(leader), execute, ledger)
+    while follower.step():
+        pass
+
+
+def _await(ends: Ends, kind: type[Word]) -> Word:
+    """The next word from the supervisor, whose own deadline is the only one."""
+    while True:
+        poll = select.poll()
+        poll.register(ends.link.fileno(), ends.link.interest)
+        poll.poll()
+        words = ends.link.receive()
+        if words:
+            word = words[0]
+            ends.link.unread(words[1:])
+            assert isinstance(word, kind), f"{word} where {kind.__name__} is next"
+            return word
+
+
+def _leave(birth: Birth, ends: Ends, ledger: Ledger, error: Exception) -> None:
+    """Says why, and ends every wait of the groups this rank is in."""
+    words = _last_words(birth.rank, ledger, error)
+    if words.kind == "own":
+        ledger.fail(words.message)
+        traceback.print_exception(error)
+    ends.link.send(words)
+    for segment in ends.segments.values():
+        raise_abort(segment)
+    ends.link.drain(LAST_WORDS_SECONDS)
+
+
+def _last_words(rank: int, ledger: Ledger, error: Exception) -> Trouble:
+    text = f"{type(error).__name__}: {error}"
+    match error:
+        case UsageError():
+            return Trouble(kind="usage", message=str(error), rank=rank)
+        case RankLost():
+            return Trouble(
+                kind="lost",
+                message=error.reason,
+                rank=error.rank,
+                step=error.step,
+                phase=error.phase,
+                operation=error.operation,
+            )
+        case Diverged():
+            values = tuple((who, str(value)) for who, value in error.values)
+            return Trouble(
+                kind="differs",
+                message=str(error),
+                rank=rank,
+                step=error.step,
+                what=error.what,
+                values=values,
+            )
+        case GroupEnded():
+            return Trouble(kind="told", message=str(error), rank=rank)
+        case _:
+            where = ledger.phase
+            return Trouble(kind="own", message=text, rank=rank, step=ledger.step, phase=where)

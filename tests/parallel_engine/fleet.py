@@ -1,0 +1,149 @@
+"""Engines of several ranks for tests: one nursery for all, requests in, outputs and facts out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.config import EngineConfig
+from drumline.core.errors import EngineError
+from drumline.core.params import SamplingParams
+from drumline.engine.facts import make_intake
+from drumline.engine.fleet_core import NO_TRIAL, FleetCore
+from drumline.engine.intake import Prompt, Submission
+from drumline.engine.loading import Core
+from drumline.engine.messages import Trial
+from drumline.engine.outputs import CompletionOutput, RequestRecord
+from drumline.engine.ranks import Nursery
+
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: token ids in, so many out; to a replica of its own where one is named."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 8
+    temperature: float = 0.0
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    def params(self) -> SamplingParams:
+        seed = 7 if self.temperature else None
+        return SamplingParams(
+            temperature=self.temperature,
+            max_tokens=self.max_tokens,
+            ignore_eos=True,
+            logprobs=2,
+            seed=seed,
+            **dict(self.fields),
+        )
+
+
+def submissions(core: Core, jobs: Sequence[Job]) -> list[Submission]:
+    intake = make_intake(core.facts, core.tokenizer)
+    return [intake.admit(Prompt(token_ids=job.prompt), job.params()) for job in jobs]
+
+
+def drive(core: Core, records: Sequence[RequestRecord]) -> None:
+    """Steps until all have ended; raises what breaks, after the last deltas are recorded."""
+    owner = {sample.number: record for record in records for sample in record.samples}
+    deadline = time.monotonic() + SECONDS
+    while not all(record.finished for record in records):
+        assert time.monotonic() < deadline, "requests do not end"
+        try:
+            deltas = core.step()
+        except EngineError:
+            for delta in core.take_deltas():
+                owner[delta.number].add(delta)
+            raise
+        for delta in deltas:
+            owner[delta.number].add(delta)
+
+
+def run(core: Core, jobs: Sequence[Job]) -> list[CompletionOutput]:
+    """All jobs at once; one output each, in their order."""
+    made = submissions(core, jobs)
+    records = [RequestRecord.of(one) for one in made]
+    for one in made:
+        core.submit(one.requests)
+    drive(core, records)
+    return [record.output().outputs[0] for record in records]
+
+
+def bits(outputs: Sequence[CompletionOutput]) -> list[Any]:
+    """What must be equal to the last bit, whoever computed it."""
+    return [(out.token_ids, out.logprobs, out.finish_reason, out.text) for out in outputs]
+
+
+def config(path: Path, **settings: Any) -> EngineConfig:
+    fields = {"max_model_len": 64, "threads": 1, "block_size": 4, "max_num_seqs": 4}
+    return EngineConfig.from_kwargs(model=str(path), **{**fields, **settings})
+
+
+StartFleet = Callable[..., FleetCore]
+
+
+class Fleets:
+    """Starts engines from one nursery, and closes those that a test leaves."""
+
+    def __init__(self) -> None:
+        self.nursery = Nursery()
+        self.open: list[FleetCore] = []
+
+    def start(self, path: Path, trial: Trial = NO_TRIAL, **settings: Any) -> FleetCore:
+        core = FleetCore.load(config(path, **settings), trial, self.nursery)
+        self.open.append(core)
+        return core
+
+    def close_all(self) -> None:
+        while self.open:
+            self.open.pop().close()
+
+    def close(self) -> None:
+        self.close_all()
+        self.nursery.close()
+
+
+def alive(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return text.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def descendants(process: int) -> set[int]:
+    """All processes below one, zombies included."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                text = (entry / "stat").read_text()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(text.rsplit(")", 1)[1].split()[1])
+    found: set[int] = set()
+    grew = True
+    while grew:
+        below = {child for child, parent in parents.items() if parent in {process, *found}}
+        grew = not below <= found
+        found |= below
+    return found
+
+
+def until(ready: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    """Looks again and again, since the end of a foreign process cannot be waited for."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def shared_names() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
