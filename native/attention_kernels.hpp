@@ -3,8 +3,7 @@
 
 // ---- storing ------------------------------------------------------------------------------------
 
-inline float finite(float value) {
-    const float most = std::numeric_limits<float>::max();
+inline float finite(float value, float most = std::numeric_limits<float>::max()) {
     return value == value ? std::min(std::max(value, -most), most) : 0.0F;
 }
 
@@ -32,16 +31,18 @@ inline float put(const float* from, std::int64_t dim, Cell* to, std::int64_t str
     return 0.0F;
 }
 
-// Symmetric int8: scale = largest / 127, q = round(x / scale). Returns the scale.
+// Symmetric int8: scale = largest / 127, q = round(x / scale). Returns the scale. Beyond 3.4e38 127
+// times the scale may be infinite.
 template <>
 inline float put(const float* from, std::int64_t dim, std::int8_t* to, std::int64_t stride) {
+    const float most = 3.4e38F;
     float largest = 0.0F;
     for (std::int64_t i = 0; i < dim; ++i) {
-        largest = std::max(largest, std::abs(finite(from[i])));
+        largest = std::max(largest, std::abs(finite(from[i], most)));
     }
     const float scale = largest / 127.0F;
     for (std::int64_t i = 0; i < dim; ++i) {
-        const float quotient = scale > 0.0F ? finite(from[i]) / scale : 0.0F;
+        const float quotient = scale > 0.0F ? finite(from[i], most) / scale : 0.0F;
         // A scale that lost bits below the smallest normal number may give more than 127.
         const float bounded = std::min(std::max(quotient, -127.0F), 127.0F);
         to[i * stride] = static_cast<std::int8_t>(std::nearbyint(bounded));

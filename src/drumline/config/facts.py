@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BYTES_PER_NUMBER = {"float32": 4, "float16": 2, "bfloat16": 2}
+BYTES_PER_NUMBER = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+SCALE_BYTES = 4  # of each row of int8 numbers
+
+
+def kv_row_bytes(head_dim: int, kv_dtype: str) -> int:
+    """Bytes of one key or value of one head."""
+    scale = SCALE_BYTES if kv_dtype == "int8" else 0
+    return head_dim * BYTES_PER_NUMBER[kv_dtype] + scale
+
 
 # Rope scalings whose range is the stated length times the factor. llama3 and longrope already
 # state the stretched length.
@@ -58,8 +66,8 @@ class ModelFacts:
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes one token takes in the cache, keys and values of all layers."""
-        numbers = 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
-        return numbers * BYTES_PER_NUMBER[kv_dtype]
+        rows = 2 * self.num_hidden_layers * self.num_key_value_heads
+        return rows * kv_row_bytes(self.head_dim, kv_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,5 +91,4 @@ class DrafterFacts:
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes one token takes in the drafter's own cache."""
-        numbers = 2 * self.layers * self.kv_heads * self.head_dim
-        return numbers * BYTES_PER_NUMBER[kv_dtype]
+        return 2 * self.layers * self.kv_heads * kv_row_bytes(self.head_dim, kv_dtype)

@@ -118,8 +118,8 @@ class CacheConfig(Part):
         "auto",
         Kind.CHOICE,
         "numbers that keys and values are stored in; auto follows dtype",
-        choices=("auto", "float32", "float16", "bfloat16"),
-        later=("fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+        choices=("auto", "float32", "float16", "bfloat16", "int8"),
+        later=("fp8", "fp8_e4m3", "fp8_e5m2"),
     )
     enable_prefix_caching: bool = option(
         True, Kind.SWITCH, "keep the blocks of finished prompts for requests that begin alike"

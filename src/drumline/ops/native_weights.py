@@ -193,15 +193,21 @@ class NativeKV(ReferenceKV):
         native = _native.KVCache(
             keys.data_ptr(),
             cache.values.data_ptr(),
-            0,
-            0,
+            address(cache.key_scales),
+            address(cache.value_scales),
             dtype,
             blocks,
             kv_heads,
             head_dim,
             block_size,
         )
-        return cls(keys=keys, values=cache.values, native=native)
+        return cls(
+            keys=keys,
+            values=cache.values,
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
+            native=native,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

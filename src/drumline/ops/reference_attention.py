@@ -8,7 +8,7 @@ depend on its neighbours. Knows caches and places, no weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,15 +20,25 @@ from drumline.ops.sums import tree_sum, tree_sum_last
 
 QUERY_TILE = 4  # queries of one sequence that share a gathered KV block
 ITEMS_MAX = 2048  # (query tile, block) pairs held in memory at once
-KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+KV_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+INT8_MAX = 127.0
+INT8_LARGEST = 3.4e38  # beyond it 127 times the scale may be infinite
 
 
 @dataclass(frozen=True)
 class ReferenceKV:
-    """Keys and values ``[layers, blocks, kv_heads, block_size, head_dim]``."""
+    """Keys and values ``[layers, blocks, kv_heads, block_size, head_dim]``; of int8 also what they
+    are multiplied by, one scale per token and head ``[layers, blocks, kv_heads, block_size]``."""
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -40,7 +50,46 @@ class ReferenceKV:
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        scales = (self.key_scales, self.value_scales)
+        own = sum(part.nbytes for part in scales if part is not None)
+        return self.keys.nbytes + self.values.nbytes + own
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One layer's keys or values: how they are stored, and read back as float32."""
+
+    cells: Tensor  # [blocks, kv_heads, block_size, head_dim]
+    scales: Tensor | None  # [blocks, kv_heads, block_size]
+
+    def put(self, at: tuple[Tensor, slice, Tensor], x: Tensor) -> None:
+        """``x`` ``[tokens, kv_heads, head_dim]``. Finite entries only: a masked key has weight 0,
+        and 0 * inf would reach its neighbours in the block, which after a block is freed belong to
+        other requests."""
+        if self.scales is None:
+            self.cells[at] = torch.nan_to_num(x.to(self.cells.dtype))
+            return
+        x = torch.nan_to_num(x).clamp(-INT8_LARGEST, INT8_LARGEST)
+        scale = x.abs().amax(dim=-1) / INT8_MAX  # [tokens, kv_heads]
+        quotient = x / torch.where(scale > 0, scale, torch.inf).unsqueeze(-1)
+        self.cells[at] = quotient.round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+        self.scales[at] = scale
+
+    def take(self, block_ids: Tensor) -> Tensor:
+        """``[blocks * kv_heads, block_size, head_dim]``"""
+        taken = self.cells.index_select(0, block_ids).float()
+        if self.scales is not None:
+            taken = taken * self.scales.index_select(0, block_ids).unsqueeze(-1)
+        return taken.flatten(0, 1)
+
+
+def _planes(cache: ReferenceKV, layer: int) -> tuple[Plane, Plane]:
+    """The layer's keys and values."""
+    key_scales, value_scales = cache.key_scales, cache.value_scales
+    return (
+        Plane(cache.keys[layer], None if key_scales is None else key_scales[layer]),
+        Plane(cache.values[layer], None if value_scales is None else value_scales[layer]),
+    )
 
 
 @dataclass(frozen=True)
@@ -63,8 +112,8 @@ class ReferenceBatch(PagedBatch):
     """A `PagedBatch` with what every layer needs of it worked out once."""
 
     write_rows: Tensor | None = None  # tokens that have a slot; None if all have
-    write_blocks: Tensor | None = None
-    write_offsets: Tensor | None = None
+    write_blocks: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    write_offsets: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     groups: tuple[TileGroup, ...] = ()
 
 
@@ -79,28 +128,30 @@ class ReferenceAttention:
     ) -> ReferenceKV:
         if dtype not in KV_DTYPES:
             raise ConfigError("kv_cache_dtype", dtype, f"reference ops have {', '.join(KV_DTYPES)}")
-        shape = (layers, blocks, kv_heads, block_size, head_dim)
-        return ReferenceKV(self._zeros(shape, dtype), self._zeros(shape, dtype))
+        by_token = (layers, blocks, kv_heads, block_size)
+        kind = KV_DTYPES[dtype]
+        keys, values = (self._zeros((*by_token, head_dim), kind) for _ in range(2))
+        if dtype != "int8":
+            return ReferenceKV(keys, values)
+        return ReferenceKV(keys, values, *(self._zeros(by_token, torch.float32) for _ in range(2)))
 
-    def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+    def _zeros(self, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         """Zeros; on the CPU memory is taken page by page as blocks come into use, which
         `torch.zeros` would touch at once."""
-        kind = KV_DTYPES[dtype]
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=kind, device=self.device)
-        bits = {4: np.int32, 2: np.int16}[kind.itemsize]
+        bits = {4: np.int32, 2: np.int16, 1: np.int8}[kind.itemsize]
         return torch.from_numpy(np.zeros(shape, dtype=bits)).view(kind)
 
     def write_kv(
         self, key: Tensor, value: Tensor, cache: KVCache, layer: int, slots: Tensor
     ) -> None:
         assert isinstance(cache, ReferenceKV)
-        keys, values = cache.keys[layer], cache.values[layer]
         rows = torch.nonzero(slots >= 0).squeeze(1)
         slots = slots.index_select(0, rows)
         at = (slots // cache.block_size, slice(None), slots % cache.block_size)
-        keys[at] = _stored(key.index_select(0, rows), keys.dtype)
-        values[at] = _stored(value.index_select(0, rows), values.dtype)
+        for plane, x in zip(_planes(cache, layer), (key, value), strict=True):
+            plane.put(at, x.index_select(0, rows))
 
     def prepare(self, batch: PagedBatch, block_size: int) -> ReferenceBatch:
         """Cuts a batch into query tiles and groups of tiles; once per pass, not per layer."""
@@ -133,11 +184,12 @@ class ReferenceAttention:
     ) -> Tensor:
         assert isinstance(cache, ReferenceKV)
         ready = self.prepare(batch, cache.block_size)
-        keys, values = cache.keys[layer], cache.values[layer]
+        keys, values = _planes(cache, layer)
         if ready.write_rows is not None:
             key, value = key[ready.write_rows], value[ready.write_rows]
         at = (ready.write_blocks, slice(None), ready.write_offsets)
-        keys[at], values[at] = _stored(key, keys.dtype), _stored(value, values.dtype)
+        keys.put(at, key)
+        values.put(at, value)
         tokens, heads, head_dim = query.shape
         grouped = query.reshape(tokens, key.shape[1], heads // key.shape[1], head_dim)
         out = query.new_zeros((tokens, heads * head_dim))
@@ -147,23 +199,21 @@ class ReferenceAttention:
         return out
 
     def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, group: TileGroup, scale: float
+        self, query: Tensor, keys: Plane, values: Plane, group: TileGroup, scale: float
     ) -> Tensor:
         """One group of tiles; returns ``[t, QUERY_TILE, kv_heads, group, head_dim]``."""
         _, kv_heads, per_kv, head_dim = query.shape
-        t, m, block_size = group.hidden.shape[0], group.hidden.shape[1], keys.shape[2]
+        t, m, block_size = group.hidden.shape[0], group.hidden.shape[1], keys.cells.shape[2]
         rows = QUERY_TILE * per_kv
         q = query.index_select(0, group.source).view(t, 1, QUERY_TILE, kv_heads, per_kv, head_dim)
         q = q.permute(0, 1, 3, 2, 4, 5).expand(t, m, kv_heads, QUERY_TILE, per_kv, head_dim)
         q = q.reshape(t * m * kv_heads, rows, head_dim)
-        k = keys.index_select(0, group.block_ids).view(-1, block_size, head_dim)
-        scores = torch.bmm(q, k.to(q.dtype).transpose(1, 2)).mul_(scale)
+        scores = torch.bmm(q, keys.take(group.block_ids).transpose(1, 2)).mul_(scale)
         scores = scores.view(t, m, kv_heads, QUERY_TILE, per_kv, block_size)
         scores.masked_fill_(group.hidden, -torch.inf)
         peak = scores.amax(dim=(1, 5), keepdim=True)  # [t, 1, kv_heads, QUERY_TILE, per_kv, 1]
         weights = torch.exp(scores.sub_(peak))
-        v = values.index_select(0, group.block_ids).view(-1, block_size, head_dim)
-        partial = torch.bmm(weights.view(-1, rows, block_size), v.to(q.dtype))
+        partial = torch.bmm(weights.view(-1, rows, block_size), values.take(group.block_ids))
         partial = partial.view(t, m, kv_heads, QUERY_TILE, per_kv, head_dim)
         total = tree_sum(tree_sum_last(weights), 1)  # [t, kv_heads, QUERY_TILE, per_kv, 1]
         mixed = tree_sum(partial, 1) / total
@@ -221,9 +271,3 @@ class ReferenceAttention:
             # An empty query slot sees key 0 whatever first_key says: a softmax needs one.
             hidden=(key_at > query_at) | ((key_at < first_key) & (query_at >= first_key)),
         )
-
-
-def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Finite entries only: a masked key has weight 0, and 0 * inf would reach its neighbours in
-    the block, which after a block is freed belong to other requests."""
-    return torch.nan_to_num(x.to(dtype))
