@@ -37,6 +37,7 @@ from drumline.models.moe import expert_shapes
 from drumline.models.rope import build_rope
 from drumline.ops.base import KVCache, Linear, Ops, PagedBatch, RopeTable
 from drumline.ops.gating import route_by_groups
+from drumline.ops.sharded import mix_experts
 from drumline.ops.weights import WeightTensor
 
 Weights = Mapping[str, WeightTensor]
@@ -203,7 +204,7 @@ class DenseFeedForward:
         self.gate_up = stack(ops, weights, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], bias=False)
         self.down = stack(ops, weights, [f"{prefix}.down_proj"], bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: PagedBatch) -> Tensor:
         """``[tokens, hidden]``, normed → ``[tokens, hidden]``."""
         return self.ops.linear(self.ops.silu_and_mul(self.ops.linear(x, self.gate_up)), self.down)
 
@@ -225,7 +226,7 @@ class Mixture:
         )
         self.shared = DenseFeedForward(weights, ops, f"{mlp}.shared_experts")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: PagedBatch) -> Tensor:
         """``[tokens, hidden]``, normed → ``[tokens, hidden]``."""
         ops, experts, gating = self.ops, self.config, self.gating
         routing = route_by_groups(
@@ -237,8 +238,8 @@ class Mixture:
             normalize=experts.normalize,
             scaling=gating.scaling,
         )
-        routed = ops.combine(ops.expert_outputs(x, routing, self.experts), routing.weights)
-        return ops.add(routed, self.shared.forward(x))
+        routed = mix_experts(ops, x, routing, self.experts, batch)
+        return ops.add(routed, self.shared.forward(x, batch))
 
 
 class Layer:
@@ -264,7 +265,7 @@ class Layer:
         ops = self.ops
         normed = ops.rms_norm(x, self.input_norm, self.eps)
         x = ops.add(x, self.attention.forward(normed, self.index, batch, cache, rope))
-        return ops.add(x, self.mlp.forward(ops.rms_norm(x, self.post_norm, self.eps)))
+        return ops.add(x, self.mlp.forward(ops.rms_norm(x, self.post_norm, self.eps), batch))
 
 
 class Layers:

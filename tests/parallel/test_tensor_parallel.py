@@ -1,0 +1,86 @@
+"""One model over ranks that share its layers: near the bits of one rank, alike on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drumline.config.mesh import Mesh
+from parallel import model_jobs as jobs
+from parallel.ranks import Ranks
+
+IDS = torch.randint(5, 128, (23,), generator=torch.Generator().manual_seed(5)).tolist()
+CHUNKS = [16, 1, 6]
+TOLERANCE = 1e-4
+GAP = 1e-3
+
+# Heads in groups that do not divide evenly, biases, tied heads, all that is cut in its own way.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"heads": 8, "kv_heads": 4, "hidden": 64, "intermediate": 72}),
+    "9 heads in 3 groups": ("llama", {"heads": 9, "kv_heads": 3, "hidden": 72, "tied": True}),
+    "biases": (
+        "llama",
+        {"heads": 6, "kv_heads": 3, "hidden": 48, "attention_bias": True, "mlp_bias": True},
+    ),
+    "qwen2": ("qwen2", {"heads": 6, "kv_heads": 3, "hidden": 48, "vocab": 130}),
+    "qwen3": ("qwen3", {"heads": 8, "kv_heads": 4, "head_dim": 12, "tied": True}),
+    "qwen3_moe": ("qwen3_moe", {"heads": 8, "kv_heads": 4, "mlp_only_layers": (0,)}),
+    "mixtral": ("mixtral", {"heads": 6, "kv_heads": 3, "hidden": 48, "experts": 3}),
+    "deepseek": ("deepseek_v3", {"heads": 4}),
+    "deepseek, biases": ("deepseek_v3", {"heads": 4, "attention_bias": True, "tied": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks of one replica that share layers, started once."""
+    started: dict[int, Ranks] = {}
+
+    def make(count: int) -> Ranks:
+        if count not in started:
+            started[count] = Ranks(count)
+            started[count].connect_mesh(Mesh(tp=count))
+        return started[count]
+
+    yield make
+    for ranks in started.values():
+        ranks.close()
+
+
+def check_agreement(found: torch.Tensor, truth: torch.Tensor) -> None:
+    """Within the tolerance, and the same choice wherever the best two are apart."""
+    assert (found - truth).abs().max() < TOLERANCE
+    best = truth.topk(2, dim=1)
+    apart = best.values[:, 0] - best.values[:, 1] > GAP
+    assert apart.float().mean() > 0.9
+    assert torch.equal(found.argmax(1)[apart], best.indices[:, 0][apart])
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_logits_are_those_of_one_rank(
+    variant: str, tiny_path: Callable[..., Path], ranks_of: Callable[[int], Ranks]
+) -> None:
+    arch, options = VARIANTS[variant]
+    path = str(tiny_path(arch=arch, seed=3, **options))
+    one = ranks_of(1)
+    one.run(jobs.build, path, "reference")
+    (truth,) = one.run(jobs.logits, IDS, CHUNKS)
+    (stream,) = one.run(jobs.taps, IDS)
+    groups = options.get("kv_heads", options["heads"])
+    for count in (2, 3, 4):
+        if count > groups:
+            continue
+        ranks = ranks_of(count)
+        shares = ranks.run(jobs.build, path, "reference")
+        assert sum(heads for heads, _, _, _ in shares) == options["heads"]
+        assert sum(rows for _, _, _, rows in shares) == options.get("vocab", 128)
+        first, *others = ranks.run(jobs.logits, IDS, CHUNKS)
+        check_agreement(first, truth)
+        for other in others:
+            assert torch.equal(other, first), "ranks of a replica must have the same bits"
+        for tap, found in ranks.run(jobs.taps, IDS)[-1].items():
+            assert (found - stream[tap]).abs().max() < TOLERANCE
