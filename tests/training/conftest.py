@@ -69,7 +69,7 @@ def make_plan(conversations: Path, tmp_path: Path) -> Callable[..., Plan]:
         settings = Settings(
             seed=1,
             epochs=epochs,
-            learning_rate=1e-2,
+            learning_rate=5e-2,
             batch_tokens=1024,
             step_weights=(1.0, 0.7, 0.49),
         )

@@ -27,8 +27,14 @@ K = 3
 TOKENS = random_tokens(7, 15, 96)
 
 
+def no_llm(*_: object) -> LLM:
+    raise AssertionError("every piece is there")
+
+
 def trained(plan: Plan, target: Target) -> Path:
-    assert train(plan, target, lambda: pytest.fail("no data to make"), Progress(out=io.StringIO()))
+    assert train(
+        plan, target, lambda *_: pytest.fail("no data to make"), Progress(out=io.StringIO())
+    )
     return plan.output
 
 

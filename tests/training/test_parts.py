@@ -18,7 +18,9 @@ from drumline.core.errors import ConfigError, UsageError
 from drumline.training.chain import Batch, Verifier, batches, chain_loss, run_chain
 from drumline.training.conversations import (
     Recipe,
+    make_conversations,
     note_recipe,
+    passage_turn,
     piece_indices,
     piece_path,
     read_piece,
@@ -95,6 +97,25 @@ def test_chains_start_at_the_last_prompt_token() -> None:
     assert torch.nonzero(whole.counts(0)[0]).squeeze(1).tolist() == [*range(8)]
 
 
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_some_chains_end_after_their_first_draft(method: str, target: Target) -> None:
+    vocabulary = full_vocabulary(96)
+    head = build_head(method, target, vocabulary, 4)
+    verifier = Verifier.of(target, vocabulary)
+    batch = Batch.of([example([*range(20, 31)], 4, 1), example([*range(40, 57)], 6, 2)])
+    with torch.no_grad():
+        every = run_chain(head, verifier, batch, 3)
+        second = run_chain(head, verifier, batch, 3, later_every=2)
+    assert torch.equal(every[0][1], second[0][1])
+    starts = [*range(3, 9, 2), *range(17 + 5, 17 + 15, 2)]
+    for step in (1, 2):
+        chosen, logits = every[step]
+        picked, rows = second[step]
+        assert picked.tolist() == [at for at in chosen.tolist() if at in starts]
+        same = logits[[chosen.tolist().index(at) for at in picked.tolist()]]
+        torch.testing.assert_close(rows, same, atol=1e-5, rtol=0)
+
+
 def test_every_example_once_an_epoch() -> None:
     examples = [example([*range(5, 8 + n % 40)], 2) for n in range(70)]
     first = batches(examples, 128, 3, 0)
@@ -161,6 +182,9 @@ def test_features_are_the_targets_own(target: Target, conversations: Path, tmp_p
         torch.testing.assert_close(found[3].taps[tap].float(), alone.taps[tap], atol=0.02, rtol=0)
     assert found[3].ids.tolist() == list(piece[3].ids)
     assert all(one.greedy for one in found), "greedy answers are known as such"
+    answer = found[3].answer
+    assert found[3].best[: answer - 1].tolist() == [-1] * (answer - 1)
+    assert found[3].best[answer - 1 : -1].tolist() == found[3].ids[answer:].tolist()
     with pytest.raises(UsageError, match="another target"):
         read_features(tmp_path, 0, "other", taps)
 
@@ -192,11 +216,70 @@ def test_the_target_writes_its_own_questions(target: Target, llm: Any, tmp_path:
     assert piece_indices(tmp_path) == (0,)
 
 
+def test_every_kind_of_user_turn(target: Target, llm: Any) -> None:
+    """Free ones, openers and passages: what each begins with, and that passages are answers."""
+    recipe = Recipe(
+        seed=3,
+        piece_size=40,
+        user_tokens_max=12,
+        question_tokens_max=6,
+        answer_tokens_max=6,
+        documents_max=2,
+        openers=("aa",),
+        instructions=("bb {}", "{} cc"),
+    )
+    found = make_conversations(llm, 0, recipe)
+    assert found == make_conversations(llm, 0, recipe)
+    header = user_header(target.tokenizer)
+    turns = [
+        target.tokenizer.decode(one.prompt_token_ids, skip_special_tokens=False).partition(header)[
+            2
+        ]
+        for one in found
+    ]
+    about = [n for n in range(40) if recipe.about_passage(n)]
+    opened = [n for n in range(40) if n not in about and recipe.opener(n)]
+    assert about
+    assert opened
+    assert len(about) + len(opened) < 40
+    assert 0 < sum(turn.startswith("aa") for turn in turns) <= len(opened)
+    asked = [one for one, turn in zip(found, turns, strict=True) if not turn.startswith("bb ")]
+    answers = {target.tokenizer.decode(one.token_ids).strip() for one in asked}
+    passages = [turn for turn in turns if turn.startswith("bb ")]
+    assert passages
+    assert all(any(answer and answer in turn for answer in answers) for turn in passages)
+
+
+def test_a_passage_is_documents_that_follow_each_other() -> None:
+    recipe = Recipe(documents_max=3, instructions=("Say: {}",))
+    documents = ["one", "two", "three", "four"]
+    seen = set()
+    for number in range(200):
+        passage = passage_turn(recipe, number, documents).removeprefix("Say: ")
+        parts = [part.rpartition(": ")[2] for part in passage.split("\n\n")]
+        start = documents.index(parts[0])
+        assert parts == [documents[(start + n) % 4] for n in range(len(parts))]
+        assert ("Document 1: " in passage) <= (len(parts) > 1)
+        seen.add((len(parts), "Document" in passage))
+    assert seen == {(1, False), (2, False), (2, True), (3, False), (3, True)}
+    assert passage_turn(recipe, 5, ["only"]) == "Say: only"
+
+
+def test_a_turn_that_has_no_room_is_left_out(llm: Any) -> None:
+    """The engine's sequences end at 128 tokens here; two of three documents do not fit."""
+    recipe = Recipe(piece_size=30, user_tokens_max=12, answer_tokens_max=40, passage_percent=60)
+    found = make_conversations(llm, 0, recipe)
+    assert found
+    assert all(len(one.ids) <= 128 for one in found)
+
+
 def test_pieces_of_two_recipes_do_not_mix(tmp_path: Path) -> None:
     note_recipe(tmp_path, Recipe())
     note_recipe(tmp_path, Recipe())
-    with pytest.raises(UsageError, match="another recipe"):
+    with pytest.raises(UsageError, match="another seed"):
         note_recipe(tmp_path, Recipe(seed=1))
+    with pytest.raises(UsageError, match="another openers"):
+        note_recipe(tmp_path, Recipe(openers=("Why",)))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
 
 METHODS = ("mtp", "eagle3")
 DRAFT_VOCAB_SIZE = 8192
-COUNTS = ("conversations", "draft_vocab_size", "epochs", "batch_tokens", "threads", "draft_steps")
+COUNTS = (
+    "conversations",
+    "draft_vocab_size",
+    "epochs",
+    "batch_tokens",
+    "threads",
+    "draft_steps",
+    "later_every",
+)
 STEP_DECAY = 0.7  # weight of a draft step relative to the one before it, which it depends on
 
 
@@ -53,7 +62,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draft-steps", type=int, default=3, metavar="K", help="steps unrolled")
     parser.add_argument("--epochs", type=int, default=8, metavar="N", help="passes over the data")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, metavar="R")
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        default=0.04,
+        metavar="R",
+        help="of matrices (Muon); norms and an eagle3 head get a twentieth (AdamW); default: 0.04",
+    )
+    parser.add_argument(
+        "--later-every",
+        type=int,
+        default=2,
+        metavar="N",
+        help="of the chains, every N-th goes on after its first draft (default: 2)",
+    )
+    parser.add_argument(
+        "--start-from", type=Path, metavar="DIR", help="a head of the same form to go on from"
+    )
     parser.add_argument("--batch-tokens", type=int, default=1024, metavar="N")
     parser.add_argument(
         "--train-on-prompts", action="store_true", help="learn from the questions too"
@@ -99,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     progress = Progress(deadline)
     target = load_target(resolve_model(args.target, None, progress.say), args.target)
     plan = make_plan(args, target.config.vocab_size)
-    found = train(plan, target, lambda: _open_llm(args), progress)
+    found = train(plan, target, partial(_open_llm, args), progress)
     if found is None:
         return 0
     print(plan.output)
@@ -132,6 +157,7 @@ def make_plan(args: argparse.Namespace, vocab_size: int) -> Plan:
         pieces=pieces,
         recipe=recipe,
         draft_vocab_size=None if args.full_vocab or size == vocab_size else size,
+        start=args.start_from,
         settings=Settings(
             seed=args.seed,
             epochs=args.epochs,
@@ -139,13 +165,26 @@ def make_plan(args: argparse.Namespace, vocab_size: int) -> Plan:
             batch_tokens=args.batch_tokens,
             step_weights=weights,
             prompts=args.train_on_prompts,
+            later_every=args.later_every,
             bfloat16=args.dtype == "bfloat16" or (args.dtype == "auto" and fast_bfloat16()),
         ),
     )
 
 
-def _open_llm(args: argparse.Namespace) -> LLM:
+def _open_llm(args: argparse.Namespace, record: Path, taps: tuple[int, ...]) -> LLM:
+    """An engine that keeps the hidden states of what it says in ``record``."""
     from drumline.engine.llm import LLM
     from drumline.training.conversations import LENGTH_MAX
 
-    return LLM(model=args.target, max_model_len=LENGTH_MAX, max_num_seqs=32, threads=args.threads)
+    extract = {
+        "method": "extract_hidden_states",
+        "hidden_states_dir": str(record),
+        "hidden_states_taps": list(taps),
+    }
+    return LLM(
+        model=args.target,
+        max_model_len=LENGTH_MAX,
+        max_num_seqs=64,
+        threads=args.threads,
+        speculative_config=extract,
+    )

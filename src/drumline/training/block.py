@@ -7,7 +7,9 @@ holds when drafting starts there, and to its own chain's entries after that:
 
     keys of chain i at step 3     [1st of 0] ... [1st of i]  [2nd of i]  [3rd of i]
 
-Sequences are padded on the right, ``[batch, length, ...]``; no query sees a pad. Knows no format.
+Sequences are padded on the right, ``[batch, length, ...]``; no query sees a pad. Every index gives
+step 1 a key, but only the chains of ``Memory.starts`` are computed: where a prompt is long and its
+answer short, that is a fraction of the work. Knows no format.
 """
 
 from __future__ import annotations
@@ -23,10 +25,22 @@ from drumline.models.config import ArchitectureConfig
 
 @dataclass
 class Memory:
-    """Keys and values of the steps so far, each ``[batch, kv_heads, length, head_dim]``."""
+    """Keys and values: step 1's ``[batch, kv_heads, length, head_dim]``, those of later steps
+    ``[batch, kv_heads, chains, head_dim]``. ``starts``: ``[batch, chains]``, the indices whose
+    chains are run; they may be narrowed after step 1."""
 
+    starts: Tensor
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
+
+    def select(self, x: Tensor, step: int) -> Tensor:
+        """``x`` at the chains: step 1 (``step`` 0) comes with every index, later ones with them."""
+        return x if step else pick(x, self.starts)
+
+
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """``[batch, length, ...]`` at ``index [batch, chains]`` → ``[batch, chains, ...]``."""
+    return x[torch.arange(x.shape[0])[:, None], index]
 
 
 class RMSNorm(nn.Module):
@@ -56,38 +70,41 @@ class Attention(nn.Module):
         self.frequencies = config.rope_theta**-powers  # [head_dim / 2]
 
     def forward(self, x: Tensor, step: int, memory: Memory) -> Tensor:
-        """``[batch, length, width]`` of draft step ``step`` (from 0) → ``[batch, length, hidden]``.
-        The entry of index i stands at position i + 1 + step."""
+        """Draft step ``step`` (from 0): ``[batch, length, width]``, after that ``[batch, chains,
+        width]`` → ``[batch, chains, hidden]``. The entry of index i stands at i + 1 + step."""
         batch, length = x.shape[:2]
-        q = self._split(self.q_proj(x), self.heads)  # [batch, heads, length, head_dim]
-        k = self._split(self.k_proj(x), self.kv_heads)
-        v = self._split(self.v_proj(x), self.kv_heads)
-        q, k = self._rotate(q, step + 1), self._rotate(k, step + 1)
+        starts = memory.starts
+        at = starts if step else torch.arange(length).expand(batch, length)
+        own = memory.select(x, step)
+        q = self._rotate(self._split(self.q_proj(own), self.heads), starts + 1 + step)
+        k = self._rotate(self._split(self.k_proj(x), self.kv_heads), at + 1 + step)
         memory.keys.append(k)
-        memory.values.append(v)
+        memory.values.append(self._split(self.v_proj(x), self.kv_heads))
+        chains = own.shape[1]
         group = self.heads // self.kv_heads
-        q = q.view(batch, self.kv_heads, group, length, self.head_dim) * self.head_dim**-0.5
+        q = q.view(batch, self.kv_heads, group, chains, self.head_dim) * self.head_dim**-0.5
         first = memory.keys[0].unsqueeze(2)
-        scores = q @ first.transpose(-1, -2)  # [batch, kv_heads, group, length, length]
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-        own = [(q * key.unsqueeze(2)).sum(-1, keepdim=True) for key in memory.keys[1:]]
-        weights = torch.cat([scores, *own], -1).softmax(-1)
+        scores = q @ first.transpose(-1, -2)  # [batch, kv_heads, group, chains, length]
+        length = scores.shape[-1]
+        later = torch.arange(length) > starts[..., None]  # [batch, chains, length]
+        scores = scores.masked_fill(later[:, None, None], -torch.inf)
+        drafts = [(q * key.unsqueeze(2)).sum(-1, keepdim=True) for key in memory.keys[1:]]
+        weights = torch.cat([scores, *drafts], -1).softmax(-1)
         mixed = weights[..., :length] @ memory.values[0].unsqueeze(2)
-        for at, value in enumerate(memory.values[1:]):
-            mixed = mixed + weights[..., length + at : length + at + 1] * value.unsqueeze(2)
-        mixed = mixed.reshape(batch, self.heads, length, self.head_dim)
+        for step_before, value in enumerate(memory.values[1:]):
+            place = length + step_before
+            mixed = mixed + weights[..., place : place + 1] * value.unsqueeze(2)
+        mixed = mixed.reshape(batch, self.heads, chains, self.head_dim)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:2], heads, self.head_dim).transpose(1, 2)
 
-    def _rotate(self, x: Tensor, offset: int) -> Tensor:
-        """Rope by halves for positions ``offset..offset + length - 1``."""
-        positions = torch.arange(offset, offset + x.shape[2], dtype=torch.float64)
-        angles = positions[:, None] * self.frequencies  # [length, head_dim / 2]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rope by halves: ``[batch, heads, n, head_dim]`` at ``positions [batch, n]``."""
+        angles = positions[..., None].double() * self.frequencies  # [batch, n, head_dim / 2]
+        cos, sin = angles.cos().to(x.dtype)[:, None], angles.sin().to(x.dtype)[:, None]
         low, high = x.chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 

@@ -105,22 +105,53 @@ class Batch:
 
 
 def run_chain(
-    head: Head, verifier: Verifier, batch: Batch, steps: int
+    head: Head, verifier: Verifier, batch: Batch, steps: int, later_every: int = 1
 ) -> list[tuple[Tensor, Tensor]]:
     """Per step, over the chains that count, in order: (``[n]`` flat indices into the batch, logits
-    ``[n, draft vocab]``). True tokens are fed in: after a wrong draft nothing counts anyway."""
-    hidden, memory = head.enter(batch.taps), Memory()
+    ``[n, draft vocab]``). True tokens are fed in: after a wrong draft nothing counts anyway.
+    ``later_every``: after the first step only every so many-th chain goes on."""
+    hidden, length = head.enter(batch.taps), batch.ids.shape[1]
+    memory = Memory(_starts(batch.counts(0)))
+    offsets = torch.arange(len(batch.ids))[:, None] * length
     results = []
     for step in range(steps):
-        embeddings = verifier.embedding[batch.ahead(batch.ids, step + 1)]
+        if step == 1 and later_every > 1:
+            memory.starts = memory.starts[:, ::later_every]
+            hidden = hidden[:, ::later_every]
+        entries = memory.starts if step else torch.arange(length).expand_as(batch.ids)
+        follow = (entries + step + 1).clamp(max=length - 1)
+        embeddings = verifier.embedding[batch.ids.gather(1, follow)]
         hidden, states = head.step(embeddings, hidden, step, memory)
-        chosen = torch.nonzero(batch.counts(step).flatten()).squeeze(1)
-        results.append((chosen, head.logits(states.flatten(0, 1)[chosen], verifier.rows)))
+        used = batch.counts(step).gather(1, memory.starts) & _first_of_equals(memory.starts)
+        chosen = (offsets + memory.starts)[used]
+        results.append((chosen, head.logits(states[used], verifier.rows)))
     return results
 
 
+def _starts(counts: Tensor) -> Tensor:
+    """``[batch, length]`` bool → ``[batch, chains]`` indices where it holds, ascending; rows with
+    fewer repeat their last (or have 0)."""
+    places = [torch.nonzero(row).squeeze(1) for row in counts]
+    longest = max(1, *(len(place) for place in places))
+    rows = []
+    for place in places:
+        end = place[-1:] if len(place) else torch.zeros(1, dtype=torch.int64)
+        rows.append(torch.cat((place, end.expand(longest - len(place)))))
+    return torch.stack(rows)
+
+
+def _first_of_equals(starts: Tensor) -> Tensor:
+    """False at the repetitions that fill a row."""
+    same = starts[:, 1:] == starts[:, :-1]
+    return torch.cat((torch.ones(len(starts), 1, dtype=torch.bool), ~same), 1)
+
+
 def chain_loss(
-    head: Head, verifier: Verifier, batch: Batch, step_weights: Sequence[float]
+    head: Head,
+    verifier: Verifier,
+    batch: Batch,
+    step_weights: Sequence[float],
+    later_every: int = 1,
 ) -> Tensor:
     """Cross entropy with the target's own distribution, renormalised to the draft vocabulary:
     the mean over chains, weighted by step. Up to a constant the Kullback-Leibler divergence."""
@@ -133,7 +164,7 @@ def chain_loss(
         place = wanted.flatten().cumsum(0) - 1  # flat index → row of `odds`
         odds = verifier.logits(batch.taps[verifier.last_tap][wanted]).float().softmax(-1)
     total = torch.zeros(())
-    for step, (chosen, logits) in enumerate(run_chain(head, verifier, batch, steps)):
+    for step, (chosen, logits) in enumerate(run_chain(head, verifier, batch, steps, later_every)):
         if chosen.shape[0]:
             aim = odds[place[chosen + 1 + step]]
             total = total + step_weights[step] * F.cross_entropy(logits.float(), aim)

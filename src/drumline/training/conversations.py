@@ -2,8 +2,10 @@
 
 A drafter must guess what this target says, so the best text to learn from is the target's own
 (self-distillation with queries made from nothing but the template's user header: Xu et al. 2024,
-"Magpie"). Everything follows from one seed; work is cut into pieces that are files, written whole
-or not at all, so an interrupted run goes on where it stopped.
+"Magpie"). Three kinds of user turns: free ones, those that go on from an opener, and those that
+ask something about a passage, which is answers of the same piece. Everything follows from one
+seed; work is cut into pieces that are files, written whole or not at all, so an interrupted run
+goes on where it stopped.
 
     piece-00007.jsonl     one conversation a line: {"prompt_token_ids", "token_ids"}
     recipe.json           what they were made by
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,26 +28,53 @@ from drumline.core.request import FinishReason
 from drumline.engine.llm import LLM
 from drumline.models.config import read_json
 from drumline.models.tokenizer import Tokenizer
+from drumline.training.openers import DOCUMENT, INSTRUCTIONS, OPENERS
 
 RECIPE = "recipe.json"
-LENGTH_MAX = 512  # tokens of a conversation, template included
+LENGTH_MAX = 1280  # tokens of a conversation, template included
 _PIECE = re.compile(r"piece-(\d+)\.jsonl")
+SENTENCE_END = re.compile(r"[.?!](?=\s)|\n")
 SENTINEL = "\u27eadrumline\u27eb"
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """What the data is made by. Lengths in tokens. ``greedy_percent`` of the answers are greedy,
-    the others drawn at ``answer_temperature``."""
+    the others drawn at ``answer_temperature``. Of the user turns, ``passage_percent`` are about a
+    passage of up to ``documents_max`` answers, ``opener_percent`` go on from an opener, and the
+    others are free; a passage's question has ``question_tokens_max`` tokens."""
 
     seed: int = 0
-    piece_size: int = 64
+    piece_size: int = 128
     user_tokens_max: int = 96
-    answer_tokens_max: int = 192
+    question_tokens_max: int = 32
+    answer_tokens_max: int = 160
     user_temperature: float = 1.0
     user_top_p: float = 0.95
-    greedy_percent: int = 70
+    greedy_percent: int = 80
     answer_temperature: float = 0.8
+    opener_percent: int = 40
+    passage_percent: int = 35
+    documents_max: int = 5
+    openers: tuple[str, ...] = OPENERS
+    instructions: tuple[str, ...] = INSTRUCTIONS
+
+    def draw(self, what: str, number: int, below: int) -> int:
+        """One of ``below`` for conversation ``number``; each ``what`` is drawn by itself."""
+        return derive_seed(what, self.seed, number) % below
+
+    def about_passage(self, number: int) -> bool:
+        return self.draw("kind", number, 100) < self.passage_percent
+
+    def opener(self, number: int) -> str:
+        """How the user's turn begins; empty for a free one."""
+        if self.draw("kind", number, 100) >= self.passage_percent + self.opener_percent:
+            return ""
+        return self.openers[self.draw("opener", number, len(self.openers))]
+
+    def as_json(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +111,15 @@ def note_recipe(folder: Path, recipe: Recipe) -> None:
     since pieces of two recipes would not be what either says."""
     path = folder / RECIPE
     if read_recipe(folder) is None:
-        path.write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
-    elif read_recipe(folder) != asdict(recipe):
-        raise UsageError(f"{path}: pieces of another recipe are here ({read_recipe(folder)})")
+        path.write_text(json.dumps(recipe.as_json(), indent=1) + "\n", encoding="utf-8")
+        return
+    before, now = read_recipe(folder) or {}, recipe.as_json()
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            raise UsageError(
+                f"{path}: pieces of another recipe are here, with another {name} "
+                f"({before.get(name)}, now {now.get(name)})"
+            )
 
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:
@@ -118,19 +153,88 @@ def write_piece(llm: LLM, folder: Path, index: int, recipe: Recipe) -> int:
 
 
 def make_conversations(llm: LLM, index: int, recipe: Recipe) -> list[Conversation]:
-    """Piece ``index``: questions first, all together, then the answers."""
+    """Piece ``index``: questions first, all together, then their answers; then the same for user
+    turns about passages, which those answers are."""
     first = index * recipe.piece_size
     numbers = range(first, first + recipe.piece_size)
-    header = llm.tokenizer.encode(user_header(llm.tokenizer), add_special_tokens=False)
-    asking = [_user_params(recipe, number) for number in numbers]
-    questions = llm.generate([tuple(header)] * len(numbers), asking)
-    prompts: list[Mapping[str, Any]] = []
+    asked = [number for number in numbers if not recipe.about_passage(number)]
+    begun = [recipe.opener(number) for number in asked]
+    questions = _write_turns(llm, recipe, asked, begun, recipe.user_tokens_max)
+    found = _answer(llm, recipe, questions)
+    about = [number for number in numbers if recipe.about_passage(number)]
+    documents = [text for text in (_text(llm.tokenizer, one) for one in found) if text]
+    if not about or not documents:
+        return found
+    turns = {number: passage_turn(recipe, number, documents) for number in about}
+    asking = [number for number in about if not _whole(recipe, number)]
+    begun = [turns[number] for number in asking]
+    written = _write_turns(llm, recipe, asking, begun, recipe.question_tokens_max)
+    whole = {number: turns[number] for number in about if _whole(recipe, number)}
+    return found + _answer(llm, recipe, dict(sorted((whole | written).items())))
+
+
+def passage_turn(recipe: Recipe, number: int, documents: Sequence[str]) -> str:
+    """An instruction with a passage in it: one document, or several that follow each other, as
+    they are or numbered."""
+    count = 1 + recipe.draw("count", number, recipe.documents_max)
+    start = recipe.draw("passage", number, len(documents))
+    chosen = [documents[(start + n) % len(documents)] for n in range(min(count, len(documents)))]
+    if len(chosen) > 1 and recipe.draw("numbered", number, 2):
+        chosen = [DOCUMENT.format(n, text) for n, text in enumerate(chosen, 1)]
+    return _instruction(recipe, number).replace("{}", "\n\n".join(chosen))
+
+
+def _instruction(recipe: Recipe, number: int) -> str:
+    return recipe.instructions[recipe.draw("instruction", number, len(recipe.instructions))]
+
+
+def _whole(recipe: Recipe, number: int) -> bool:
+    """Whether an instruction leaves nothing to write: no question begins after its passage."""
+    after = _instruction(recipe, number).partition("{}")[2]
+    return not after or after.endswith(".")
+
+
+def _text(tokenizer: Tokenizer, one: Conversation) -> str:
+    return tokenizer.decode(one.token_ids, skip_special_tokens=True).strip()
+
+
+def _write_turns(
+    llm: LLM, recipe: Recipe, numbers: Sequence[int], begun: Sequence[str], limit: int
+) -> dict[int, str]:
+    """User turns that the target writes, by number; ``begun`` is how each begins. One that runs
+    into its limit ends at its last sentence, and is left out where it has none."""
+    header = user_header(llm.tokenizer)
+    encoded = [llm.tokenizer.encode(header + text, add_special_tokens=False) for text in begun]
+    kept = [at for at, ids in enumerate(encoded) if _fits(llm, ids)]
+    numbers, begun = [numbers[at] for at in kept], [begun[at] for at in kept]
+    prompts = [tuple(encoded[at]) for at in kept]
+    asking = [
+        SamplingParams(
+            temperature=recipe.user_temperature,
+            top_p=recipe.user_top_p,
+            max_tokens=limit,
+            seed=derive_seed("question", recipe.seed, number),
+        )
+        for number in numbers
+    ]
+    outputs = llm.generate(prompts, asking) if prompts else []
+    turns: dict[int, str] = {}
+    for number, text, output in zip(numbers, begun, outputs, strict=True):
+        own = output.outputs[0].text
+        if output.outputs[0].finish_reason is not FinishReason.STOP:
+            own = own[: max((match.end() for match in SENTENCE_END.finditer(own)), default=0)]
+        if own.strip():
+            turns[number] = (text + own).strip()
+    return turns
+
+
+def _answer(llm: LLM, recipe: Recipe, turns: dict[int, str]) -> list[Conversation]:
+    prompts: list[tuple[int, ...]] = []
     answering: list[SamplingParams] = []
-    for number, output in zip(numbers, questions, strict=True):
-        question = output.outputs[0]
-        # A question that ran into the limit is cut somewhere; nobody asks like that.
-        if question.finish_reason is FinishReason.STOP and question.text.strip():
-            prompts.append({"messages": [{"role": "user", "content": question.text.strip()}]})
+    for number, text in turns.items():
+        ids = llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+        if _fits(llm, ids):
+            prompts.append(tuple(ids))
             answering.append(_answer_params(recipe, number))
     answers = llm.generate(prompts, answering) if prompts else []
     return [
@@ -138,13 +242,9 @@ def make_conversations(llm: LLM, index: int, recipe: Recipe) -> list[Conversatio
     ]
 
 
-def _user_params(recipe: Recipe, number: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=recipe.user_temperature,
-        top_p=recipe.user_top_p,
-        max_tokens=recipe.user_tokens_max,
-        seed=derive_seed("question", recipe.seed, number),
-    )
+def _fits(llm: LLM, ids: Sequence[int]) -> bool:
+    """Whether a prompt leaves room for a token; one that does not is left out."""
+    return len(ids) < llm.intake.limits.max_model_len
 
 
 def _answer_params(recipe: Recipe, number: int) -> SamplingParams:

@@ -69,10 +69,11 @@ class Eagle3Head(nn.Module):
     def step(
         self, embeddings: Tensor, hidden: Tensor, step: int, memory: Memory
     ) -> tuple[Tensor, Tensor]:
-        """One draft step from every position: (hidden state to feed back, what the head reads)."""
+        """One draft step of every chain: (hidden state to feed back, what the head reads).
+        Step 0 comes with every index, later ones with the chains, as in `block.Attention`."""
         layer = cast(Eagle3Layer, self.layers[0])
         joined = torch.cat((layer.input_layernorm(embeddings), layer.hidden_norm(hidden)), -1)
-        x = hidden + layer.self_attn(joined, step, memory)
+        x = memory.select(hidden, step) + layer.self_attn(joined, step, memory)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         return x, self.norm(x)
 

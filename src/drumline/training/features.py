@@ -1,10 +1,14 @@
-"""What the target thinks of each conversation: one prefill pass, kept as a safetensors file.
+"""What the target thinks of each conversation, kept as a safetensors file.
+
+Taps come from where the conversation was made, if the engine recorded them there
+(`extract_hidden_states`), else from one prefill pass in `target`.
 
     features-00007.safetensors
         ids      [tokens] int32              all conversations of piece 7, one after the other
         starts   [conversations + 1] int64   where each begins
         answers  [conversations] int64       tokens of its prompt: where its answer begins
-        best     [tokens] int32              the target's greedy next token after each token
+        best     [tokens] int32              the target's greedy next token after the prompt and
+                                             each token of the answer; -1 within the prompt
         tap.<k>  [tokens, hidden]            residual stream after k layers
 
 Taps are float16 where every value fits it, else bfloat16: 2 bytes * hidden * taps for a token
@@ -14,13 +18,13 @@ Taps are float16 where every value fits it, else bfloat16: 2 bytes * hidden * ta
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drumline.core.errors import UsageError
@@ -41,7 +45,7 @@ class Example:
 
     ids: Tensor  # [tokens] int64
     answer: int  # index of the first answer token
-    best: Tensor  # [tokens] int64
+    best: Tensor  # [tokens] int64; -1 within the prompt
     taps: dict[int, Tensor]
 
     @property
@@ -64,6 +68,17 @@ def features_path(folder: Path, index: int) -> Path:
     return folder / f"features-{index:05d}.safetensors"
 
 
+def read_recorded(folder: Path, taps: Sequence[int]) -> dict[tuple[int, ...], dict[int, Tensor]]:
+    """By its tokens, what the engine recorded of every request (`drafting.extract`): rows for all
+    tokens but the last, which was never read."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path)
+        rows = {tap: tensors[f"tap_{tap}"] for tap in taps}
+        found[tuple(tensors["token_ids"].tolist())] = rows
+    return found
+
+
 def write_features(
     target: Target,
     folder: Path,
@@ -71,28 +86,44 @@ def write_features(
     piece: Sequence[Conversation],
     taps: tuple[int, ...],
     bfloat16: bool = False,
+    recorded: Mapping[tuple[int, ...], dict[int, Tensor]] | None = None,
 ) -> None:
     """The features of one piece, written whole or not at all; a file that exists is left alone.
-    ``bfloat16``: products in it, a third of the time for an error of about a hundredth."""
+    ``bfloat16``: products in it, a third of the time for an error of about a hundredth.
+    ``recorded``: `read_recorded`; conversations that are not in it get their prefill pass."""
     path = features_path(folder, index)
     if path.exists():
         return
+    known = recorded or {}
+    missing = [one for one in piece if one.ids[:-1] not in known]
+    made: dict[tuple[int, ...], dict[int, Tensor]] = {}
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-        passes = [_run(target, part, taps) for part in _parts(piece)]
+        for part in _parts(missing):
+            made |= _run(target, part, taps)
+        rows = [made.get(one.ids) or _whole(known[one.ids[:-1]]) for one in piece]
+        best = [
+            _best(target, len(one.prompt_token_ids), own)
+            for one, own in zip(piece, rows, strict=True)
+        ]
     lengths = torch.tensor([0, *(len(one.ids) for one in piece)])
     tensors = {
         "ids": torch.tensor([token for one in piece for token in one.ids], dtype=torch.int32),
         "starts": lengths.cumsum(0),
         "answers": torch.tensor([len(one.prompt_token_ids) for one in piece]),
-        "best": _cat([best for best, _ in passes], torch.int32),
+        "best": _cat(best, torch.int32),
     }
     for tap in taps:
-        values = _cat([tapped[tap] for _, tapped in passes], torch.float32)
+        values = _cat([own[tap] for own in rows], torch.float32)
         fits = bool((values.abs() < HALF_MAX).all())
         tensors[f"tap.{tap}"] = values.to(torch.float16 if fits else torch.bfloat16)
     draft = path.with_suffix(".new")
     save_file(tensors, draft, metadata={"target": target.digest})
     os.replace(draft, path)
+
+
+def _whole(rows: dict[int, Tensor]) -> dict[int, Tensor]:
+    """With a row for the last token, the one before it once more: no chain reads it."""
+    return {tap: torch.cat((values, values[-1:])) for tap, values in rows.items()}
 
 
 def _cat(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -114,12 +145,18 @@ def _parts(piece: Sequence[Conversation]) -> Iterator[list[Conversation]]:
 @torch.inference_mode()
 def _run(
     target: Target, part: Sequence[Conversation], taps: tuple[int, ...]
-) -> tuple[Tensor, dict[int, Tensor]]:
+) -> dict[tuple[int, ...], dict[int, Tensor]]:
     output = target.prefill([one.ids for one in part], taps)
-    best = torch.cat(
-        [target.model.compute_logits(rows).argmax(-1) for rows in torch.split(output.hidden, 256)]
-    )
-    return best, {tap: output.taps[tap] for tap in taps}
+    lengths = [len(one.ids) for one in part]
+    rows = {tap: torch.split(output.taps[tap], lengths) for tap in taps}
+    return {one.ids: {tap: rows[tap][at] for tap in taps} for at, one in enumerate(part)}
+
+
+@torch.inference_mode()
+def _best(target: Target, answer: int, rows: Mapping[int, Tensor]) -> Tensor:
+    last = rows[target.config.num_hidden_layers][answer - 1 :].float()
+    found = [target.model.compute_logits(part).argmax(-1) for part in torch.split(last, 256)]
+    return torch.cat((torch.full((answer - 1,), -1), *found))
 
 
 def read_features(folder: Path, index: int, digest: str, taps: Sequence[int]) -> list[Example]:

@@ -58,10 +58,11 @@ class MTPHead(nn.Module):
     def step(
         self, embeddings: Tensor, hidden: Tensor, step: int, memory: Memory
     ) -> tuple[Tensor, Tensor]:
-        """One draft step from every position: (hidden state to feed back, what the head reads)."""
+        """One draft step of every chain: (hidden state to feed back, what the head reads).
+        Step 0 comes with every index, later ones with the chains, as in `block.Attention`."""
         joined = torch.cat((self.token_layernorm(embeddings), self.hidden_layernorm(hidden)), -1)
         x = self.input_proj(joined).float()  # sums stay float32 under autocast
-        x = x + self.self_attn(self.input_layernorm(x), step, memory)
+        x = memory.select(x, step) + self.self_attn(self.input_layernorm(x), step, memory)
         x = x + self.mlp(self.post_attention_layernorm(x))
         out = self.final_layernorm(x)
         return out, out

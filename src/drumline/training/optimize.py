@@ -1,7 +1,8 @@
-"""The training loop: AdamW over chains, with everything that an interruption must not change.
+"""The training loop over chains, with everything that an interruption must not change.
 
-Batches follow from (seed, epoch), the schedule from the step number, so a checkpoint is the
-weights, the optimizer's moments and the number of steps done. An interrupted run that goes on
+Matrices of the layer learn by Muon (Jordan et al. 2024: momentum, orthogonalised), norms and an own
+head by AdamW. Batches follow from (seed, epoch), the schedule from the step number, so a checkpoint
+is the weights, the optimizers' state and the number of steps done. An interrupted run that goes on
 ends with the bits of one that was never interrupted (at the same number of threads).
 """
 
@@ -24,7 +25,11 @@ from drumline.training.features import Example
 
 CHECKPOINT = "checkpoint.safetensors"
 BETAS = (0.9, 0.95)
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM_SHARE = 0.05  # of the learning rate: what AdamW's parameters get
+MOMENTUM = "momentum_buffer"  # of Muon
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+NEWTON_STEPS = 3  # of Muon's orthogonalisation: five are no better here and a third of a batch
+OWN_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a head is trained; ``step_weights`` has one entry for each draft step."""
+    """How a head is trained; ``step_weights`` has one entry for each draft step. Of the chains,
+    every ``later_every``-th goes on after its first draft."""
 
     seed: int
     epochs: int
@@ -55,6 +61,7 @@ class Settings:
     clip: float = 1.0
     warmup_share: float = 0.04
     prompts: bool = False
+    later_every: int = 1
     bfloat16: bool = False  # products in bfloat16; weights, sums and losses stay float32
 
 
@@ -76,9 +83,13 @@ class Trainer:
         self.settings = settings
         self.step = 0
         self.parameters = dict(module.named_parameters())
-        self.optimizer = torch.optim.AdamW(
-            self._groups(), lr=settings.learning_rate, betas=BETAS, foreach=False
+        self.muon = torch.optim.Muon(
+            self._matrices(),
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            ns_steps=NEWTON_STEPS,
         )
+        self.adam = torch.optim.AdamW(self._others(), betas=BETAS, weight_decay=0.0, foreach=False)
         self.epochs = [
             batches(examples, settings.batch_tokens, settings.seed, epoch)
             for epoch in range(settings.epochs)
@@ -88,14 +99,11 @@ class Trainer:
         self.schedule = Schedule(settings.learning_rate, warmup, total)
         self.order = [group for epoch in self.epochs for group in epoch]
 
-    def _groups(self) -> list[dict[str, object]]:
-        """Matrices decay, norms do not."""
-        matrices = [p for p in self.parameters.values() if p.dim() > 1]
-        others = [p for p in self.parameters.values() if p.dim() < 2]
-        return [
-            {"params": matrices, "weight_decay": self.settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+    def _matrices(self) -> list[nn.Parameter]:
+        return [p for n, p in self.parameters.items() if p.dim() == 2 and n != OWN_HEAD]
+
+    def _others(self) -> list[nn.Parameter]:
+        return [p for n, p in self.parameters.items() if p.dim() != 2 or n == OWN_HEAD]
 
     @property
     def done(self) -> bool:
@@ -104,26 +112,37 @@ class Trainer:
     def advance(self) -> tuple[float, int]:
         """One batch: (its loss, its tokens)."""
         batch = Batch.of([self.examples[i] for i in self.order[self.step]], self.settings.prompts)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.at(self.step)
-        self.optimizer.zero_grad(set_to_none=False)
+        rate = self.schedule.at(self.step)
+        for optimizer, share in ((self.muon, 1.0), (self.adam, ADAM_SHARE)):
+            for group in optimizer.param_groups:
+                group["lr"] = share * rate
+            optimizer.zero_grad(set_to_none=False)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.settings.bfloat16):
-            loss = chain_loss(self.head, self.verifier, batch, self.settings.step_weights)
+            loss = chain_loss(
+                self.head,
+                self.verifier,
+                batch,
+                self.settings.step_weights,
+                self.settings.later_every,
+            )
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.clip)
-            self.optimizer.step()
+            self.muon.step()  # type: ignore[no-untyped-call]
+            self.adam.step()
         self.step += 1
         return float(loss.detach()), batch.tokens
 
     # ---- checkpoints ---------------------------------------------------------------------
 
     def save(self, folder: Path, digest: str) -> None:
-        """Weights, moments and step, whole or not at all. ``digest`` names the run."""
+        """Weights, optimizers' state and step, whole or not at all. ``digest`` names the run."""
         tensors = {name: value.detach() for name, value in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            state = self.optimizer.state[parameter]
-            tensors |= {f"{moment}|{name}": state[moment] for moment in MOMENTS if state}
+            for optimizer in (self.muon, self.adam):
+                state = optimizer.state.get(parameter, {})
+                kept = [part for part in (MOMENTUM, *MOMENTS) if part in state]
+                tensors |= {f"{part}|{name}": state[part] for part in kept}
         draft = folder / f"{CHECKPOINT}.new"
         save_file(tensors, draft, metadata={"step": str(self.step), "digest": digest})
         os.replace(draft, folder / CHECKPOINT)
@@ -152,8 +171,10 @@ class Trainer:
         return True
 
     def _restore_moments(self, parameter: Tensor, name: str, tensors: dict[str, Tensor]) -> None:
+        if f"{MOMENTUM}|{name}" in tensors:
+            self.muon.state[parameter] = {MOMENTUM: tensors[f"{MOMENTUM}|{name}"].clone()}
         if f"{MOMENTS[0]}|{name}" in tensors:
-            self.optimizer.state[parameter] = {
+            self.adam.state[parameter] = {
                 "step": torch.tensor(float(self.step)),
                 **{moment: tensors[f"{moment}|{name}"].clone() for moment in MOMENTS},
             }

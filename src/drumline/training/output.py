@@ -193,7 +193,7 @@ def card(facts: Facts, vocabulary: DraftVocabulary) -> str:
         "",
         f"- data: {facts.conversations} conversations that the target wrote itself, "
         f"{facts.answer_tokens} answer tokens; nothing else was read",
-        *(f"- data, {name}: {value}" for name, value in facts.recipe.items()),
+        *(f"- data, {name}: {_told(value)}" for name, value in facts.recipe.items()),
         f"- draft vocabulary: {vocabulary.size} of {vocabulary.target_size} tokens, "
         f"{facts.coverage:.1%} of the held-out answers' tokens",
         *(f"- training, {name}: {value}" for name, value in facts.settings.items()),
@@ -206,6 +206,10 @@ def card(facts: Facts, vocabulary: DraftVocabulary) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _told(value: Any) -> Any:
+    return f"{len(value)} texts (training/openers.py)" if isinstance(value, list) else value
 
 
 def _beta(beta: float) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -38,6 +39,7 @@ from drumline.training.features import (
     Example,
     features_path,
     read_features,
+    read_recorded,
     split_held_out,
     write_features,
 )
@@ -45,12 +47,14 @@ from drumline.training.mtp_module import MTPHead
 from drumline.training.optimize import CHECKPOINT, Settings, Trainer
 from drumline.training.output import Facts, head_config, round_weights, write_head
 from drumline.training.progress import OutOfTime, Progress
+from drumline.training.start import describe_start, load_weights, weights_digest
 from drumline.training.target import Target
 from drumline.training.vocabulary import DraftVocabulary, choose_vocabulary, full_vocabulary
 
 if TYPE_CHECKING:
     from drumline.engine.llm import LLM
 
+OpenLLM = Callable[[Path, tuple[int, ...]], "LLM"]
 METHODS = ("mtp", "eagle3")
 POINTS = 60  # of the learning curve; a checkpoint is written at each
 MEASURED_EVERY = 5  # points between measurements on held-out conversations
@@ -61,7 +65,8 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train. ``pieces``: indices of data pieces; ``draft_vocab_size`` None is all of it."""
+    """What to train. ``pieces``: indices of data pieces; ``draft_vocab_size`` None is all of it;
+    ``start``: a head of the same form whose weights are the beginning."""
 
     method: str
     output: Path
@@ -71,6 +76,7 @@ class Plan:
     draft_vocab_size: int | None
     recipe: Recipe = field(default_factory=Recipe)
     held_out_share: float = 0.05
+    start: Path | None = None
 
     @property
     def parts(self) -> Path:
@@ -86,6 +92,7 @@ class Plan:
             "settings": asdict(self.settings) | {"step_weights": [*self.settings.step_weights]},
             "draft_vocab_size": self.draft_vocab_size,
             "held_out_share": self.held_out_share,
+            "start": None if self.start is None else weights_digest(self.start),
         }
 
 
@@ -96,11 +103,12 @@ def taps_of(method: str, layers: int) -> tuple[int, ...]:
 
 
 def train(
-    plan: Plan, target: Target, open_llm: Callable[[], LLM], progress: Progress
+    plan: Plan, target: Target, open_llm: OpenLLM, progress: Progress
 ) -> dict[str, Acceptance] | None:
     """Runs what is left; the measured acceptance, or None if time ran out before the end.
 
-    ``open_llm`` is called only if conversations are missing.
+    ``open_llm`` is called only if conversations are missing, with the folder where it shall record
+    hidden states.
     """
     begin(plan, target)
     try:
@@ -136,19 +144,30 @@ def begin(plan: Plan, target: Target) -> None:
     path.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
 
 
-def make_data(plan: Plan, target: Target, open_llm: Callable[[], LLM], progress: Progress) -> None:
+def make_data(plan: Plan, target: Target, open_llm: OpenLLM, progress: Progress) -> None:
     """Conversations of every piece that is not there yet."""
     missing = [index for index in plan.pieces if not piece_path(plan.data, index).exists()]
     if not missing:
         return
     user_header(target.tokenizer)  # a target without a chat template is refused at once
     note_recipe(plan.data, plan.recipe)
-    llm = open_llm()
+    taps = taps_of(plan.method, target.config.num_hidden_layers)
     total = len(plan.pieces)
-    with progress.stage("conversations, in pieces", total, total - len(missing)) as stage:
+    with (
+        tempfile.TemporaryDirectory(dir=plan.parts, prefix="recorded-") as name,
+        progress.stage("conversations, in pieces", total, total - len(missing)) as stage,
+    ):
+        folder = Path(name)
+        llm = open_llm(folder, taps)
         for done, index in enumerate(missing, total - len(missing)):
             progress.tick()
             count = write_piece(llm, plan.data, index, plan.recipe)
+            piece = read_piece(plan.data, index, target.config.vocab_size)
+            recorded = read_recorded(folder, taps)
+            bfloat16 = plan.settings.bfloat16
+            write_features(target, plan.parts, index, piece, taps, bfloat16, recorded)
+            for path in folder.iterdir():
+                path.unlink()
             stage.at(done + 1, f"(+{count})")
 
 
@@ -186,6 +205,8 @@ def prepare(
     verifier = Verifier.of(target, vocabulary)
     module = build_head(plan.method, target, vocabulary, plan.settings.seed)
     module.start_from(target, verifier.rows)
+    if plan.start is not None:
+        load_weights(plan.start, module, module.prefix)
     trainer = Trainer(module, module, verifier, train_on, plan.settings)
     trainer.restore(plan.parts, run_digest(plan, target))
     return held_out, vocabulary, trainer, module
@@ -310,7 +331,7 @@ def finish(
         method=plan.method,
         licence=target.licence,
         recipe=read_recipe(plan.data) or {"recipe": "not recorded"},
-        settings=asdict(plan.settings),
+        settings=asdict(plan.settings) | {"starts from": describe_start(plan.start)},
         conversations=len(examples),
         held_out=len(held_out),
         answer_tokens=sum(one.length - one.answer for one in examples),
@@ -332,4 +353,4 @@ def finish(
     return found
 
 
-__all__ = ["CHECKPOINT", "METHODS", "Plan", "train"]
+__all__ = ["CHECKPOINT", "METHODS", "Plan", "round_weights", "train", "weights_digest"]

@@ -1,0 +1,117 @@
+"""Data with the hidden states it was made with, and going on from a head that is there."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drumline.core.errors import CheckpointError
+from drumline.engine.llm import LLM
+from drumline.training import pipeline
+from drumline.training.conversations import Recipe, read_piece
+from drumline.training.features import read_features
+from drumline.training.pipeline import Plan, taps_of, train
+from drumline.training.progress import Progress
+from drumline.training.target import Target
+
+RECIPE = Recipe(seed=2, piece_size=24, user_tokens_max=10, answer_tokens_max=12, passage_percent=20)
+
+
+def quiet() -> Progress:
+    return Progress(out=io.StringIO())
+
+
+def no_llm(*_: object) -> LLM:
+    raise AssertionError("every piece is there")
+
+
+def test_conversations_come_with_the_states_they_were_made_with(
+    make_plan: Callable[..., Plan], target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's taps against a prefill pass, and no prefill pass is made."""
+    taps = taps_of("eagle3", 4)
+    plan = replace(make_plan("eagle3"), data=tmp_path / "data", recipe=RECIPE)
+    (tmp_path / "data").mkdir()
+    pipeline.begin(plan, target)
+
+    def open_llm(folder: Path, wanted: tuple[int, ...]) -> LLM:
+        assert wanted == taps
+        return LLM(
+            model=str(target.checkpoint.path),
+            max_model_len=128,
+            max_num_seqs=8,
+            ops_backend="reference",
+            speculative_config={
+                "method": "extract_hidden_states",
+                "hidden_states_dir": str(folder),
+                "hidden_states_taps": list(wanted),
+            },
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "prefill", lambda *_: pytest.fail("a prefill pass"))
+        pipeline.make_data(plan, target, open_llm, quiet())
+    assert not list(plan.parts.glob("recorded-*"))
+    for index in plan.pieces:
+        piece = read_piece(plan.data, index, 96)
+        found = read_features(plan.parts, index, target.digest, taps)
+        assert [one.ids.tolist() for one in found] == [list(one.ids) for one in piece]
+        assert [one.answer for one in found] == [len(one.prompt_token_ids) for one in piece]
+        for one in found[::5]:
+            with torch.inference_mode():
+                alone = target.prefill([one.ids.tolist()], taps)
+            for tap in taps:
+                close = torch.testing.assert_close
+                close(one.taps[tap][:-1].float(), alone.taps[tap][:-1], atol=0.02, rtol=0)
+            best = target.model.compute_logits(alone.taps[4][one.answer - 1 : -1]).argmax(-1)
+            assert (one.best[one.answer - 1 : -1] == best).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_a_head_goes_on_from_another(
+    method: str, make_plan: Callable[..., Plan], target: Target, tmp_path: Path
+) -> None:
+    first = make_plan(method, output="first", epochs=2)
+    assert train(first, target, no_llm, quiet()) is not None
+    plan = replace(make_plan(method, output="second", epochs=1), start=first.output)
+    pipeline.begin(plan, target)
+    examples = pipeline.make_features(plan, target, quiet())
+    module = pipeline.prepare(plan, target, examples)[3]
+    stored = load_file(first.output / "model.safetensors")
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, stored[module.prefix + name].float()), name
+    assert train(plan, target, no_llm, quiet()) is not None
+    card = (plan.output / "README.md").read_text()
+    assert "training, starts from: chance" in (first.output / "README.md").read_text()
+    begun = pipeline.weights_digest(first.output)[:12]
+    assert f"training, starts from: weights {begun} (data: 120 conversations" in card
+
+
+def test_a_head_of_another_form_is_no_start(
+    make_plan: Callable[..., Plan], target: Target, tmp_path: Path
+) -> None:
+    plan = make_plan(epochs=1)
+    pipeline.begin(plan, target)
+    examples = pipeline.make_features(plan, target, quiet())
+
+    def refused(folder: Path) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            pipeline.prepare(replace(plan, start=folder), target, examples)
+        return str(caught.value)
+
+    assert "no weights to start from" in refused(tmp_path / "nothing")
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert "another form of head" in refused(tmp_path)
+    module = pipeline.prepare(plan, target, examples)[3]
+    tensors = {module.prefix + name: value.detach() for name, value in module.named_parameters()}
+    tensors[f"{module.prefix}input_proj.weight"] = torch.zeros(3, 4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "input_proj.weight is (3, 4), this head needs (32, 64)" in refused(tmp_path)
+    assert json.loads((plan.parts / "run.json").read_text())["start"] is None
