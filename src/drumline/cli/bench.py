@@ -5,6 +5,8 @@ throughput   --num-prompts requests through the scheduler at once, tokens per se
 acceptance   drafts accepted on the prompts of --data, by category; needs --speculative-config
 roofline     target passes beside what they read and multiply, and what the machine can do of it
 compare      decode and prefill beside another engine (--peer), by turns, as ratios
+quality      the backend's arithmetic against the reference's, on texts the model writes (minutes);
+             --output-len tokens of each greedy one; exit status 1 beyond the limits
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from drumline.config import EngineConfig
     from drumline.engine.llm import LLM
 
-KINDS = ("latency", "throughput", "acceptance", "roofline", "compare")
+KINDS = ("latency", "throughput", "acceptance", "roofline", "compare", "quality")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         return _roofline(llm, args)
     if args.kind == "compare":
         return _compare(llm, args)
+    if args.kind == "quality":
+        return _quality(llm, args)
     measurements = _latency(llm, args) if args.kind == "latency" else [_throughput(llm, args)]
     _print(llm, measurements)
     _write(args.json, args.kind, llm, [measurement.as_json() for measurement in measurements])
@@ -200,6 +204,24 @@ def _compare(llm: LLM, args: argparse.Namespace) -> int:
         print(f"| {one.what} | {statistics.median(one.ours):.4g} | {theirs} | {ratio} |")
     _write(args.json, "compare", llm, [one.as_json() for one in found])
     return 0
+
+
+def _quality(llm: LLM, args: argparse.Namespace) -> int:
+    from drumline.bench.quality import measure_quality
+
+    quality = measure_quality(llm, args.output_len)
+    print(f"positions compared         {quality.positions}")
+    print(f"same preferred token       {quality.agreement:.2%}")
+    print(f"mean divergence            {quality.divergence:.2e} nats")
+    print(
+        f"perplexity                 {quality.perplexity:.4f}, reference "
+        f"{quality.reference_perplexity:.4f} ({quality.perplexity_change:+.3%}), "
+        f"{quality.text_tokens} tokens"
+    )
+    failures = quality.failures()
+    print("beyond the limits          " + ("; ".join(failures) or "nothing"))
+    _write(args.json, "quality", llm, [quality.as_json()])
+    return 1 if failures else 0
 
 
 def _latency(llm: LLM, args: argparse.Namespace) -> list[Measurement]:
