@@ -78,10 +78,7 @@ DRUMLINE_INLINE float multiply_add(float a, float b, float c) { return a * b + c
 #if DRUMLINE_HAS_AVX2
 DRUMLINE_BEGIN_AVX2
 namespace avx2_attention {
-DRUMLINE_INLINE v8f multiply_add(v8f a, v8f b, v8f c) {
-    return (v8f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-}
-DRUMLINE_INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#include "vec_avx2.hpp"
 #include "attention_kernels.hpp"
 }  // namespace avx2_attention
 DRUMLINE_END_AVX2

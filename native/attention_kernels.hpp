@@ -1,5 +1,5 @@
 // The bodies of paged attention. Included once per instruction set, inside a namespace of its own
-// (hence no guard), after `multiply_add`, which may round once or twice.
+// (hence no guard), after `multiply_add`, which rounds once or twice.
 
 // ---- storing ------------------------------------------------------------------------------------
 
@@ -88,38 +88,101 @@ DRUMLINE_INLINE void in_groups(int rows, const Body& body) {
     }
 }
 
-// Scores of R rows with V * 8 neighbouring keys of one block.
-template <int R, int V, typename Cell>
-DRUMLINE_INLINE void score_lanes(const Tile& tile, int row, const Cell* keys,
-                                 const float* key_scales, float* scores) {
+// Where some neighbouring keys of one block lie, and where their scores go.
+template <typename Cell>
+struct Keys {
+    const Cell* cells;
+    const float* scales;
+    float* scores;  // of row 0
+};
+
+// Scores of R rows with U times V * 8 neighbouring keys.
+template <int R, int U, int V, typename Cell>
+DRUMLINE_INLINE void score_lanes(const Tile& tile, int row, const Keys<Cell>* units) {
     const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;
     const float* query[R];
-    v8f total[R][V];
+    const Cell* cells[U];
+    v8f total[R][U][V];
+    for (int u = 0; u < U; ++u) {
+        cells[u] = units[u].cells;
+    }
     for (int r = 0; r < R; ++r) {
         query[r] = tile.query[row + r];
-        for (int v = 0; v < V; ++v) {
-            total[r][v] = splat(0.0F);
-        }
-    }
-    for (std::int64_t i = 0; i < dim; ++i) {
-        v8f key[V];
-        for (int v = 0; v < V; ++v) {
-            key[v] = load8(keys + i * size + v * lanes);
-        }
-        for (int r = 0; r < R; ++r) {
-            const v8f channel = splat(query[r][i]);
+        for (int u = 0; u < U; ++u) {
             for (int v = 0; v < V; ++v) {
-                total[r][v] = multiply_add(channel, key[v], total[r][v]);
+                total[r][u][v] = splat(0.0F);
             }
         }
     }
-    for (int v = 0; v < V; ++v) {
-        v8f scale = splat(tile.scale);
-        if constexpr (std::is_same_v<Cell, std::int8_t>) {
-            scale = scale * load8(key_scales + v * lanes);
+    for (std::int64_t i = 0; i < dim; ++i) {
+        v8f key[U][V];
+        for (int u = 0; u < U; ++u) {
+            for (int v = 0; v < V; ++v) {
+                key[u][v] = load8(cells[u] + v * lanes);
+            }
+            cells[u] += size;
         }
         for (int r = 0; r < R; ++r) {
-            store8(scores + (row + r) * chunk_keys + v * lanes, total[r][v] * scale);
+            const v8f channel = splat(query[r][i]);
+            for (int u = 0; u < U; ++u) {
+                for (int v = 0; v < V; ++v) {
+                    total[r][u][v] = multiply_add(channel, key[u][v], total[r][u][v]);
+                }
+            }
+        }
+    }
+    for (int u = 0; u < U; ++u) {
+        for (int v = 0; v < V; ++v) {
+            v8f scale = splat(tile.scale);
+            if constexpr (std::is_same_v<Cell, std::int8_t>) {
+                scale = scale * load8(units[u].scales + v * lanes);
+            }
+            for (int r = 0; r < R; ++r) {
+                store8(units[u].scores + (row + r) * chunk_keys + v * lanes,
+                       total[r][u][v] * scale);
+            }
+        }
+    }
+}
+
+// All rows with some pairs of vectors; few rows take two at a time, so that enough sums are open.
+template <typename Cell>
+DRUMLINE_INLINE void score_pairs(const Tile& tile, const Keys<Cell>* units, int count) {
+    in_groups(tile.rows(), [&](auto group, int row) {
+        int unit = 0;
+        if constexpr (group() <= 3) {
+            for (; unit + 2 <= count; unit += 2) {
+                score_lanes<group(), 2, 2>(tile, row, units + unit);
+            }
+        }
+        for (; unit < count; ++unit) {
+            score_lanes<group(), 1, 2>(tile, row, units + unit);
+        }
+    });
+}
+
+// Scores of all rows with fewer than 16 keys.
+template <typename Cell>
+DRUMLINE_INLINE void score_rest(const Tile& tile, Keys<Cell> keys, std::int64_t count) {
+    const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;
+    std::int64_t at = 0;
+    if (count >= lanes) {
+        in_groups(tile.rows(), [&](auto group, int row) {
+            score_lanes<group(), 1, 1>(tile, row, &keys);
+        });
+        at = lanes;
+    }
+    for (; at < count; ++at) {
+        float scale = tile.scale;
+        if constexpr (std::is_same_v<Cell, std::int8_t>) {
+            scale = scale * keys.scales[at];
+        }
+        for (int row = 0; row < tile.rows(); ++row) {
+            float total = 0.0F;
+            for (std::int64_t i = 0; i < dim; ++i) {
+                total = multiply_add(tile.query[row][i], load1(keys.cells + i * size + at), total);
+            }
+            keys.scores[row * chunk_keys + at] = total * scale;
         }
     }
 }
@@ -130,40 +193,25 @@ template <typename Cell>
 DRUMLINE_INLINE void score(const Tile& tile, std::int64_t begin, std::int64_t low,
                            std::int64_t high, float* scores) {
     const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;
+    Keys<Cell> units[chunk_keys / (2 * lanes)];
+    int count = 0;
     for (std::int64_t p = low; p < high;) {
         const std::int64_t offset = p % size, end = std::min(high, p - offset + size);
         const std::int64_t line = tile.line(p);
-        const Cell* keys = static_cast<const Cell*>(tile.cache->keys) + line * dim + offset;
-        const float* key_scales = tile.cache->key_scales;
-        key_scales = key_scales == nullptr ? nullptr : key_scales + line + offset;
-        float* to = scores + (p - begin);
-        std::int64_t at = 0;
-        const std::int64_t count = end - p;
-        for (; at + 2 * lanes <= count; at += 2 * lanes) {
-            in_groups(tile.rows(), [&](auto group, int row) {
-                score_lanes<group(), 2>(tile, row, keys + at, key_scales + at, to + at);
-            });
+        const float* scales = tile.cache->key_scales;
+        Keys<Cell> keys = {static_cast<const Cell*>(tile.cache->keys) + line * dim + offset,
+                           scales == nullptr ? nullptr : scales + line + offset,
+                           scores + (p - begin)};
+        for (; p + 2 * lanes <= end; p += 2 * lanes) {
+            units[count++] = keys;
+            keys = {keys.cells + 2 * lanes, keys.scales + 2 * lanes, keys.scores + 2 * lanes};
         }
-        for (; at + lanes <= count; at += lanes) {
-            in_groups(tile.rows(), [&](auto group, int row) {
-                score_lanes<group(), 1>(tile, row, keys + at, key_scales + at, to + at);
-            });
-        }
-        for (; at < count; ++at) {
-            float scale = tile.scale;
-            if constexpr (std::is_same_v<Cell, std::int8_t>) {
-                scale = scale * key_scales[at];
-            }
-            for (int row = 0; row < tile.rows(); ++row) {
-                float total = 0.0F;
-                for (std::int64_t i = 0; i < dim; ++i) {
-                    total = multiply_add(tile.query[row][i], load1(keys + i * size + at), total);
-                }
-                to[row * chunk_keys + at] = total * scale;
-            }
+        if (p < end) {
+            score_rest(tile, keys, end - p);
         }
         p = end;
     }
+    score_pairs(tile, units, count);
 }
 
 // Joins the maximum and the sum of another chunk to a row's. Returns what the row's sums and the
@@ -273,18 +321,17 @@ template <typename Cell>
 DRUMLINE_INLINE void mix(const Tile& tile, std::int64_t begin, std::int64_t low, std::int64_t high,
                          const float* scores, const Factors* factors) {
     const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;
-    std::int64_t i = 0;
-    for (; i + 2 * lanes <= dim; i += 2 * lanes) {
-        in_groups(tile.rows(), [&](auto group, int row) {
-            mix_lanes<group(), 2, Cell>(tile, row, i, begin, low, high, scores, factors);
-        });
-    }
-    for (; i + lanes <= dim; i += lanes) {
-        in_groups(tile.rows(), [&](auto group, int row) {
+    in_groups(tile.rows(), [&](auto group, int row) {
+        constexpr int wide = group() <= 3 ? 4 : 2;  // as many sums as there are registers for
+        std::int64_t i = 0;
+        for (; i + wide * lanes <= dim; i += wide * lanes) {
+            mix_lanes<group(), wide, Cell>(tile, row, i, begin, low, high, scores, factors);
+        }
+        for (; i + lanes <= dim; i += lanes) {
             mix_lanes<group(), 1, Cell>(tile, row, i, begin, low, high, scores, factors);
-        });
-    }
-    for (; i < dim; ++i) {
+        }
+    });
+    for (std::int64_t i = dim / lanes * lanes; i < dim; ++i) {
         for (int row = 0; row < tile.rows(); ++row) {
             float total = 0.0F;
             for (std::int64_t p = low; p < high; ++p) {
