@@ -348,6 +348,23 @@ def test_prompt_lookup_mirrors(low: int | None, high: int | None, read_as: tuple
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == read_as
 
 
+@pytest.mark.parametrize(
+    ("given", "read_as"),
+    [
+        ({}, (None, None)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_max": 4}, (4, 4)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ],
+)
+def test_a_network_looks_up_first_only_if_asked(
+    given: dict[str, int], read_as: tuple[int | None, int | None]
+) -> None:
+    config = read(method="mtp", **given)
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == read_as
+    assert SpeculativeConfig.from_mapping(config.to_mapping()) == config
+
+
 def test_suffix_has_vllms_settings() -> None:
     config = read(method="suffix")
     assert config.suffix_decoding_max_tree_depth == 24

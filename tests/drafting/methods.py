@@ -45,13 +45,14 @@ def _testing(name: str) -> Callable[[Path], dict[str, Any]]:
 
 
 def _written(
-    method: str, write: Callable[..., Any], **options: Any
+    method: str, write: Callable[..., Any], lookup: int | None = None, **options: Any
 ) -> Callable[[Path], dict[str, Any]]:
     def config(target: Path) -> dict[str, Any]:
         folder = target.with_name(f"{target.name}-{method}")
         if not folder.exists():
             write(target, folder, 7, **options)
-        return {"method": method, "model": str(folder)}
+        found = {"method": method, "model": str(folder)}
+        return found if lookup is None else {**found, "prompt_lookup_min": lookup}
 
     return config
 
@@ -88,6 +89,7 @@ NEURAL = [
     Method("mtp", _written("mtp", write_mtp)),
     Method("dflash", _written("dflash", write_dflash, block_size=9), k_max=8),
     Method("medusa", _written("medusa", write_medusa, heads=8)),
+    Method("mtp after lookup", _written("mtp", write_mtp, lookup=1)),
 ]
 # Whatever the target says, it said before: long runs are accepted.
 ITSELF = Method("draft_model itself", lambda target: {"model": str(target)})

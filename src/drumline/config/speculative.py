@@ -49,8 +49,8 @@ _KEY_METHODS: dict[str, tuple[str, ...]] = {
     "model": _MAY_HAVE_MODEL,
     "revision": _WEIGHTED,
     "draft_tensor_parallel_size": _WEIGHTED,
-    "prompt_lookup_min": ("ngram",),
-    "prompt_lookup_max": ("ngram",),
+    "prompt_lookup_min": ("ngram", *_WEIGHTED),
+    "prompt_lookup_max": ("ngram", *_WEIGHTED),
     "suffix_decoding_max_tree_depth": ("suffix",),
     "suffix_decoding_max_cached_requests": ("suffix",),
     "suffix_decoding_max_spec_factor": ("suffix",),
@@ -154,10 +154,10 @@ class SpeculativeConfig:
     prompt_lookup_min: int | None = option(
         None,
         Kind.INTEGER,
-        "shortest n-gram that is looked up",
+        "shortest n-gram that is looked up; with a method that runs a network: before it",
         low=1,
         high=1024,
-        when_none="prompt_lookup_max, or 5",
+        when_none="prompt_lookup_max, or 5 for ngram, else no lookup",
     )
     prompt_lookup_max: int | None = option(
         None,
@@ -165,7 +165,7 @@ class SpeculativeConfig:
         "longest n-gram that is looked up",
         low=1,
         high=1024,
-        when_none="prompt_lookup_min, or 5",
+        when_none="prompt_lookup_min, or 5 for ngram, else no lookup",
     )
     suffix_decoding_max_tree_depth: int = option(
         24, Kind.INTEGER, "longest string in the suffix trees", low=1, high=1024
@@ -319,8 +319,8 @@ def _inferred(model: str) -> str:
 def _left_open(config: Any) -> dict[str, Any]:
     """Values for what may be left open and does not wait for a checkpoint."""
     filled: dict[str, Any] = {}
-    if config.method == "ngram":
-        low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    if config.method == "ngram" or low or high:
         filled["prompt_lookup_min"] = low or high or 5
         filled["prompt_lookup_max"] = high or low or 5
     if config.draft_sample_method is None:

@@ -36,5 +36,14 @@ def drafter_facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Dra
 
 
 def load_drafter(context: DrafterContext) -> Drafter:
-    """The drafter that ``context.speculative.method`` names. Raises `UsageError`."""
-    return drafter_module(context.speculative.method).load(context)
+    """The drafter that ``context.speculative.method`` names, behind a lookup if one is asked for.
+    Raises `UsageError`."""
+    settings = context.speculative
+    drafter = drafter_module(settings.method).load(context)
+    shortest, longest = settings.prompt_lookup_min, settings.prompt_lookup_max
+    if settings.method == "ngram" or shortest is None or longest is None:
+        return drafter
+    from drumline.drafting.lookup import LookupFirst
+    from drumline.drafting.ngram import NgramDrafter
+
+    return LookupFirst(NgramDrafter(shortest, longest), drafter)
