@@ -88,7 +88,7 @@ def test_defaults() -> None:
 def test_nothing_stays_open() -> None:
     """Beyond `resolve` there is no "auto", and None only where it is a value of its own."""
     flat = run().config.flat()
-    means_none = {"revision", "seed", "chat_template", "speculative_config"}
+    means_none = {"revision", "quantization", "seed", "chat_template", "speculative_config"}
     means_none |= {"spec_method", "spec_model", "spec_tokens"}
     assert {name for name, value in flat.items() if value is None} == means_none
     assert {name for name, value in flat.items() if value == "auto"} == {"generation_config"}

@@ -195,6 +195,7 @@ def measure_quality(llm: LLM, greedy_length: int = 64, drawn_length: int = 500) 
             raise ConfigError("output_len", length, f"must be from 1 to {room}")
     greedy = write_texts(llm, 0.0, greedy_length)
     drawn = write_texts(llm, 1.0, drawn_length)
-    checkpoint = open_checkpoint(llm.core.facts.model_path)
+    quantization = resolved.config.model.quantization
+    checkpoint = open_checkpoint(llm.core.facts.model_path, quantization)
     candidate = Reader.load(checkpoint, resolved.ops_backend, resolved.kv_cache_dtype)
     return compare(greedy, drawn, candidate, Reader.load(checkpoint, "reference", "float32"))

@@ -143,7 +143,8 @@ def _roofline(llm: LLM, args: argparse.Namespace) -> int:
     from drumline.bench.roofline import measure_roofline
     from drumline.models.checkpoint import open_checkpoint
 
-    weights = open_checkpoint(Path(llm.core.facts.model_path)).tensors
+    quantization = llm.core.resolved.config.model.quantization
+    weights = open_checkpoint(llm.core.facts.model_path, quantization).tensors
     limits, lines = measure_roofline(llm, weights, args.batch_size, args.context, args.num_iters)
     print(_headline(llm))
     print(

@@ -47,6 +47,13 @@ class ModelConfig(Part):
         choices=("auto", "float32"),
         later=("float16", "half", "bfloat16"),
     )
+    quantization: str | None = option(
+        None,
+        Kind.CHOICE,
+        "quantize the matrices of a float checkpoint at load; embedding and head become q8_0",
+        choices=("q8_0", "q4_1", "q4_0"),
+        when_none="weights run as the checkpoint stores them",
+    )
     max_model_len: int | None = option(
         None,
         Kind.SIZE,

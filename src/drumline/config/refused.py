@@ -26,7 +26,6 @@ REFUSED: dict[str, str] = {
     "hf_config_path": "the configuration is read from the checkpoint",
     "config_format": "the format is recognised from the files",
     "load_format": "the format is recognised from the files",
-    "quantization": "weights run as the checkpoint stores them; quantizing at load comes later",
     "override_generation_config": "give the defaults with each request",
     "download_dir": "set HF_HOME for hub models, DRUMLINE_CACHE for embedded ones",
     "enable_lora": _LATER,
@@ -112,7 +111,6 @@ REFUSED: dict[str, str] = {
 
 # Short forms of the above, as vLLM spells them.
 REFUSED_SHORT: dict[str, str] = {
-    "-q": "quantization",
     "-dpn": "data_parallel_rank",
     "-dpr": "data_parallel_start_rank",
     "-dpl": "data_parallel_size_local",

@@ -252,7 +252,7 @@ def _beside_weights(
         plain = name.removeprefix(prefix)
         if plain in _SHARED:
             tied = checkpoint.config.tie_word_embeddings
-            target = checkpoint.tensors[EMBEDDING if tied else _SHARED[plain]]
+            target = checkpoint.stored[EMBEDDING if tied else _SHARED[plain]]
             if target.shape != weight.shape or not torch.equal(target.data, weight.data):
                 raise CheckpointError(files.path, f"tensor {name} differs from {target.name}")
         else:

@@ -33,7 +33,7 @@ class Opened:
 def open_engine(config: EngineConfig) -> Opened:
     """Finds the model and resolves the configuration on this machine. Raises `UsageError`."""
     path = resolve_model(config.model.model, config.model.revision)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, config.model.quantization)
     drafter = None
     if config.speculation is not None:
         drafter = drafter_facts(config.speculation, checkpoint)
@@ -48,9 +48,7 @@ def model_facts(checkpoint: Checkpoint, native: bool = False) -> ModelFacts:
     reference ops in float32, the native ones about as they are stored."""
     config = checkpoint.config
     scaling = config.rope_scaling
-    weights = checkpoint.tensors.values()
-    dense = sum(4 * math.prod(weight.shape) for weight in weights)
-    stored = sum(weight.nbytes for weight in weights)
+    dense = sum(4 * math.prod(weight.shape) for weight in checkpoint.stored.values())
     return ModelFacts(
         model_type=config.model_type,
         max_position_embeddings=config.max_position_embeddings,
@@ -61,6 +59,6 @@ def model_facts(checkpoint: Checkpoint, native: bool = False) -> ModelFacts:
         rope_type="default" if scaling is None else scaling.kind,
         rope_factor=1.0 if scaling is None else scaling.factor,
         original_max_position_embeddings=None if scaling is None else scaling.original_length,
-        weight_bytes=stored if native else dense,
+        weight_bytes=checkpoint.weight_bytes if native else dense,
         num_experts=0 if config.experts is None else config.experts.count,
     )

@@ -74,7 +74,8 @@ def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
         seconds=runtime.startup_timeout_seconds,
         watch_fd=ends.link.fileno(),
     )
-    opened = Opened(Path(birth.path), open_checkpoint(Path(birth.path)), resolved)
+    checkpoint = open_checkpoint(birth.path, resolved.config.model.quantization)
+    opened = Opened(Path(birth.path), checkpoint, resolved)
     worker = load_worker(resolved, opened.checkpoint)
     paths = native_paths() if resolved.ops_backend == "native" else ("reference",)
     introduction = Introduction(rank, config_digest(resolved), paths[0], resolved.num_kv_blocks)

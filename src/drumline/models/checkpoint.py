@@ -30,6 +30,7 @@ from drumline.models.hub_config import read_hub_config
 from drumline.models.hub_tokenizer import hub_tokenizer
 from drumline.models.layers import EMBEDDING, HEAD
 from drumline.models.moe import split_fused_experts
+from drumline.models.quantize import QuantizedTensors
 from drumline.models.registry import model_module
 from drumline.models.safetensors_loader import load_safetensors
 from drumline.models.tokenizer import Tokenizer
@@ -39,14 +40,27 @@ from drumline.ops.weights import WeightTensor
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """An opened checkpoint. ``tensors`` are views of mapped files under hub names, exactly those
-    the architecture needs. ``digest`` is equal for equal files wherever they lie, and cheap: it
-    covers configuration, names, shapes, kinds and the ends of every tensor, not all bytes."""
+    the architecture needs, quantized on the way where that was asked for. ``digest`` is equal for
+    equal files wherever they lie, and cheap: it covers configuration, names, shapes, kinds and the
+    ends of every tensor, not all bytes."""
 
     path: Path
     config: ArchitectureConfig
     tensors: Mapping[str, WeightTensor]
     digest: str
     gguf: GGUFFile | None = None
+
+    @property
+    def stored(self) -> Mapping[str, WeightTensor]:
+        """``tensors`` as the files have them."""
+        return self.tensors.stored if isinstance(self.tensors, QuantizedTensors) else self.tensors
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all tensors, as they are handed out."""
+        if isinstance(self.tensors, QuantizedTensors):
+            return self.tensors.nbytes
+        return sum(weight.nbytes for weight in self.tensors.values())
 
     def tokenizer(self) -> Tokenizer:
         """Builds the tokenizer. CheckpointError if it is absent, broken or not supported."""
@@ -55,8 +69,11 @@ class Checkpoint:
         return hub_tokenizer(self.path)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a hub folder or a ``.gguf`` file. CheckpointError in one line for what is wrong."""
+def open_checkpoint(path: str | Path, quantization: str | None = None) -> Checkpoint:
+    """Opens a hub folder or a ``.gguf`` file. CheckpointError in one line for what is wrong.
+
+    ``quantization``: a kind of `QuantizedTensors` in small letters, whose ConfigError it may raise.
+    """
     path = Path(path)
     if path.is_dir():
         config = read_hub_config(path)
@@ -77,7 +94,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     else:
         raise CheckpointError(path, "no such file or folder")
     tensors = _checked(path, config, tensors)
-    return Checkpoint(path, config, MappingProxyType(tensors), _digest(config, tensors), gguf)
+    digest = _digest(config, tensors)
+    frozen: Mapping[str, WeightTensor] = MappingProxyType(tensors)
+    if quantization is not None:
+        frozen = QuantizedTensors(frozen, quantization.upper())
+    return Checkpoint(path, config, frozen, digest, gguf)
 
 
 def _checked(
