@@ -89,7 +89,8 @@ def test_whose_sizes_count(rows: tuple[Row, ...]) -> None:
     assert draft_pass_sizes(plan, DrafterTraits("dense", True, True)) == own
     local = ModelTraits(body=(TP,))
     sharded = DrafterTraits("dense", True, True, first_pass=local, later_pass=local)
-    assert draft_pass_sizes(plan, sharded) == own
+    least = own if rows else (1, 1)  # of passes with collectives, none is empty
+    assert draft_pass_sizes(plan, sharded) == least
     assert draft_pass_sizes(plan, DrafterTraits("ngram")) == ()
 
 

@@ -81,7 +81,8 @@ def bits(outputs: Sequence[CompletionOutput]) -> list[Any]:
 
 
 def config(path: Path, **settings: Any) -> EngineConfig:
-    fields = {"max_model_len": 64, "threads": 1, "block_size": 4, "max_num_seqs": 4}
+    fields: dict[str, Any] = {"max_model_len": 64, "threads": 1, "block_size": 4, "max_num_seqs": 4}
+    fields["ops_backend"] = "reference"
     return EngineConfig.from_kwargs(model=str(path), **{**fields, **settings})
 
 

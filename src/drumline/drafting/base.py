@@ -112,14 +112,17 @@ class PassLedger:
     """What one rank's drafter issues, beside what the step's script says it must.
 
     The worker begins a step with the script's sizes; a drafter issues each of its passes, in
-    order, just before it runs. With no live row it issues the same ones.
+    order, just before it runs. With no live row it issues the same ones. ``exact``: passes share
+    collectives with other ranks, so each is padded to exactly its size; else to one token.
     """
 
     sizes: tuple[int, ...] = ()
+    exact: bool = False
     passes: list[Pass] = field(default_factory=list)  # of this step
 
-    def begin(self, sizes: tuple[int, ...]) -> None:
+    def begin(self, sizes: tuple[int, ...], exact: bool = False) -> None:
         self.sizes = sizes
+        self.exact = exact
         self.passes = []
 
     def issue(self, tokens: int) -> int:
@@ -130,6 +133,12 @@ class PassLedger:
         assert tokens <= size, f"draft pass {index} takes {tokens} tokens, the script says {size}"
         self.passes.append(Pass("draft", index, size))
         return size
+
+    def padding(self, laid_out: int) -> int:
+        """Tokens to add to those of the pass just issued, which are laid out."""
+        size = self.sizes[len(self.passes) - 1] if self.exact else 1
+        assert laid_out <= size or not self.exact, f"{laid_out} tokens in a pass of {size}"
+        return max(0, size - laid_out)
 
     def end(self) -> None:
         """Asserts that what was issued is what the script said."""

@@ -82,6 +82,8 @@ class DFlashDrafter:
         sources, positions, slots = self._context(lanes)
         inputs = self._blocks(lanes)
         self.ledger.issue(len(sources) + len(inputs.ids))
+        if self.ledger.exact:  # sizes follow from the script, so context counts as if it were fed
+            inputs.mask(self.ledger.padding(len(inputs.ids)))
         if sources:
             assert output is not None, "rows without the target's hidden states"
             index = self._index(sources)
@@ -152,6 +154,8 @@ class DFlashDrafter:
         for number, lane in enumerate(lanes):
             starts[number] = len(picked)
             picked += range(lane.at, lane.at + lane.k)
+        if not picked:
+            return
         logits = self.network.compute_logits(x.index_select(0, self._index(picked)))
         for ahead in range(max(lane.k for lane in lanes)):
             wanting = [number for number, lane in enumerate(lanes) if lane.wants(ahead)]

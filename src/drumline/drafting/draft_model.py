@@ -149,7 +149,7 @@ class DraftModelDrafter:
     def _run(self, inputs: PassInputs, live: int) -> Tensor:
         """Issues the pass and computes it, with at least one token; ``[tokens, hidden]``."""
         self.ledger.issue(live)
-        inputs.mask(0 if inputs.ids else 1)
+        inputs.mask(self.ledger.padding(len(inputs.ids)))
         batch: PagedBatch = self.ops.prepare(inputs.batch(self.ops.device), self.cache.block_size)
         return self.model.forward(self._index(inputs.ids), batch, self.cache).hidden
 

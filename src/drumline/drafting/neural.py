@@ -206,7 +206,7 @@ class TapDrafter:
     def _run(self, inputs: PassInputs, hidden: Tensor, live: int) -> Tensor:
         """Issues the pass and computes it, with at least one token."""
         self.ledger.issue(live)
-        inputs.mask(0 if inputs.ids else 1)
+        inputs.mask(self.ledger.padding(len(inputs.ids)))
         tokens = len(inputs.ids)
         if tokens > live:
             hidden = torch.cat((hidden, hidden.new_zeros((tokens - live, hidden.shape[1]))))

@@ -195,19 +195,19 @@ class FleetCore:
 
     @property
     def counters(self) -> Counters:
-        self._tally.note(self._told(), self.mesh.agrees)
+        self._tally.note(self.told(), self.mesh.agrees)
         return self._tally.counters
 
     @property
     def speculation(self) -> SpeculationStats:
         """What drafts brought to all requests so far."""
-        return summed([one.speculation for one in self._told().values()])
+        return summed([one.speculation for one in self.told().values()])
 
     @property
     def draft_lengths(self) -> dict[int, int]:
         """Draft length → steps with a live row that drafted so many: the group's where replicas
         take every step together, else summed over them."""
-        return draft_lengths(self._told(), self.mesh.agrees)
+        return draft_lengths(self.told(), self.mesh.agrees)
 
     def load_now(self) -> Load:
         if self._broken is not None:
@@ -339,7 +339,7 @@ class FleetCore:
 
     # ---- questions -----------------------------------------------------------------------
 
-    def _told(self) -> dict[int, Told]:
+    def told(self) -> dict[int, Told]:
         """Every leader's sums; the last known ones where there is nobody to ask."""
         if self._broken is None and not self._closed:
             self._ask(Ask(), Told)

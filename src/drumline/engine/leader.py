@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+from functools import partial
 
 from drumline.core.errors import Refused, RequestError
 from drumline.core.ledger import Ledger
@@ -51,6 +52,12 @@ from drumline.worker.worker import Worker
 EXIT_ORPHANED = 3
 
 
+def allowed(deadlines: Deadlines, plan: StepPlan) -> float:
+    """Seconds for a plan's step."""
+    tokens = plan.target_size or sum(row.width for row in plan.rows)
+    return deadlines.after(tokens + sum(plan.draft_sizes))
+
+
 class LeaderLoop:
     """One replica's leader in its process, from its first turn to its last."""
 
@@ -72,7 +79,7 @@ class LeaderLoop:
         self.plans = SocketPlans(ends.plans) if ends.plans else None
         self.shipper: Shipper | None = None
         if self.plans is not None:
-            self.shipper = Shipper(self.plans, ledger, self._allowed)
+            self.shipper = Shipper(self.plans, ledger, partial(allowed, deadlines))
         self.conductor = self._conductor(birth, opened, worker)
         agreement = Agreement(
             self.conductor,
@@ -135,16 +142,11 @@ class LeaderLoop:
         if deltas:
             self.link.send(Deltas(deltas=tuple(deltas), step=self.conductor.next_step - 1))
 
-    def _allowed(self, plan: StepPlan) -> float:
-        """Seconds for a plan's step."""
-        tokens = plan.target_size or sum(row.width for row in plan.rows)
-        return self.deadlines.after(tokens + sum(plan.draft_sizes))
-
     def _before(self, plan: StepPlan) -> None:
         """A sealed plan, about to be executed."""
         if self.comms.agreement is None:
             self.ledger.begin(plan.epoch, plan.step)
-        self.comms.set_timeout(self._allowed(plan))
+        self.comms.set_timeout(allowed(self.deadlines, plan))
         if self.shipper is not None:
             self.shipper.ship(plan)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from drumline.config import EngineConfig
-from drumline.core.errors import ConfigError
 from drumline.engine.core import EngineCore
 from drumline.engine.fleet_core import FleetCore
 
@@ -14,9 +13,6 @@ def load_core(config: EngineConfig) -> Core:
     """Loads the model on one rank here, or starts the ranks that are asked for. Raises
     `UsageError` for what cannot be had."""
     parallel = config.parallel
-    for name, first in (("tensor_parallel_size", 1), ("enable_expert_parallel", False)):
-        if config.get(name) != first:
-            raise ConfigError(name, config.get(name), "not supported yet; use data_parallel_size")
     if parallel.data_parallel_size * parallel.tensor_parallel_size > 1:
         return FleetCore.load(config)
     return EngineCore.load(config)

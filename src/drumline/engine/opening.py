@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.config import EngineConfig, ModelFacts, Resolved, read_machine, resolve
+from drumline.config.speculative import PREFIX
+from drumline.core.errors import ConfigError
 from drumline.drafting.registry import drafter_facts
 from drumline.engine.facts import with_template
 from drumline.models.checkpoint import Checkpoint, open_checkpoint
 from drumline.models.fetch import resolve_model
 from drumline.models.tokenizer import Tokenizer
+
+# Medusa's heads draw between products, and of a class of the user's own nobody knows what it does.
+NOT_OVER_TP = ("medusa", "custom_class")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +45,22 @@ def open_engine(config: EngineConfig) -> Opened:
     machine = read_machine()
     native = machine.native_ops and config.runtime.ops_backend != "reference"
     resolved = resolve(config, model_facts(checkpoint, native), machine, drafter)
+    _refuse_unshared(resolved)
     return Opened(path, checkpoint, resolved)
+
+
+def _refuse_unshared(resolved: Resolved) -> None:
+    """What ranks that share a replica cannot draft with yet."""
+    spec, tp = resolved.speculation, resolved.mesh.tp
+    if spec is None or tp == 1:
+        return
+    if spec.draft_tensor_parallel_size > 1:
+        problem = "not supported yet; must be 1: every rank holds the whole drafter"
+        name = f"{PREFIX}draft_tensor_parallel_size"
+        raise ConfigError(name, spec.draft_tensor_parallel_size, problem)
+    if spec.method in NOT_OVER_TP:
+        problem = f"drafts with tensor_parallel_size=1 only, not {tp}"
+        raise ConfigError(f"{PREFIX}method", spec.method, problem)
 
 
 def model_facts(checkpoint: Checkpoint, native: bool = False) -> ModelFacts:

@@ -25,7 +25,7 @@ from drumline.core.ledger import Ledger
 from drumline.core.plan import StepPlan
 from drumline.engine.channels import SocketPlanSource
 from drumline.engine.ends import Ends, config_digest
-from drumline.engine.leader import LeaderLoop
+from drumline.engine.leader import LeaderLoop, allowed
 from drumline.engine.messages import Begin, Birth, Serve, Standby, Trouble, Warm
 from drumline.engine.opening import Opened
 from drumline.engine.pipes import exit_when_gone
@@ -36,6 +36,7 @@ from drumline.models.checkpoint import open_checkpoint
 from drumline.parallel.groups import RankComms, connect_shm
 from drumline.parallel.shm import raise_abort
 from drumline.worker.load import load_worker, warm_up
+from drumline.worker.survey import survey
 from drumline.worker.worker import Worker
 
 EXIT_BROKEN, EXIT_ORPHANED = 1, 3
@@ -76,12 +77,14 @@ def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
     )
     checkpoint = open_checkpoint(birth.path, resolved.config.model.quantization)
     opened = Opened(Path(birth.path), checkpoint, resolved)
-    worker = load_worker(resolved, opened.checkpoint)
+    worker = load_worker(resolved, opened.checkpoint, comms, ledger)
     paths = native_paths() if resolved.ops_backend == "native" else ("reference",)
     introduction = Introduction(rank, config_digest(resolved), paths[0], resolved.num_kv_blocks)
     ends.link.send(Standby(introduction=introduction))
     _await(ends, Begin)
     ledger.begin(0, 0)
+    if worker.script is not None:
+        survey(worker, worker.script)
     ledger.enter("warmup")
     ends.link.send(Warm(token_seconds=warm_up(worker)))
     token_seconds = _await(ends, Serve).token_seconds
@@ -100,7 +103,7 @@ def _follow(
     (leader,) = ends.plans.values()
 
     def execute(plan: StepPlan) -> None:
-        comms.set_timeout(deadlines.after(plan.target_size + sum(plan.draft_sizes)))
+        comms.set_timeout(allowed(deadlines, plan))
         worker.execute(plan)
 
     follower = Follower(SocketPlanSource(leader), execute, ledger)

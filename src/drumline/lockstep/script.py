@@ -56,7 +56,9 @@ def draft_pass_sizes(plan: StepPlan, traits: DrafterTraits) -> tuple[int, ...]:
     collectives with other replicas, exactly the plan's; else its own rows'."""
     if plan.agreed and "ep" in traits.groups:
         return plan.draft_sizes
-    return pass_sizes(traits, ((row.width, row.samples) for row in plan.rows), plan.draft_k)
+    own = pass_sizes(traits, ((row.width, row.samples) for row in plan.rows), plan.draft_k)
+    least = 1 if traits.groups else 0  # no collective is empty
+    return tuple(max(least, size) for size in own)
 
 
 @dataclass(frozen=True, slots=True)

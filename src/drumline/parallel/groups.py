@@ -57,6 +57,27 @@ class RankComms:
             self.agreement.comm.close()
 
 
+class _Unrecorded(Ledger):
+    """The ledger of a group whose calls are recorded by whoever makes them: it says where the rank
+    is, and writes nothing."""
+
+    def __init__(self, recorded: Ledger) -> None:
+        self._recorded = recorded
+
+    @property
+    def step(self) -> int:
+        return self._recorded.step
+
+    @property
+    def phase(self) -> str:
+        return self._recorded.phase
+
+    def issue(self, operation: str, group: str, shape: Sequence[int], dtype: str) -> int:
+        return 0
+
+    def complete(self, ticket: int) -> None: ...
+
+
 class AgreementOverComm:
     """A `drumline.lockstep.channel.AgreementChannel`."""
 
@@ -125,7 +146,7 @@ def connect_shm(
             group.ranks,
             group.ranks.index(rank),
             segment,
-            ledger,
+            _Unrecorded(ledger) if group.kind == "agreement" else ledger,
             seconds=seconds,
             spin_us=spin_us,
             watch_fd=watch_fd,
@@ -139,7 +160,8 @@ def connect_gloo(
     """Makes every group of the mesh, which all ranks must do at the same time, after `join`."""
     comms: dict[str, Comm] = {}
     for group in groups_of(mesh):
-        comm = gloo_comm(group.kind, group.ranks, rank, ledger, seconds=seconds)
+        record = _Unrecorded(ledger) if group.kind == "agreement" else ledger
+        comm = gloo_comm(group.kind, group.ranks, rank, record, seconds=seconds)
         if comm is not None:
             comms[group.kind] = comm
     return _rank_comms(mesh, rank, comms, ledger)

@@ -28,8 +28,11 @@ def row_offsets(rows: Sequence[Row]) -> list[int]:
     return [0, *accumulate(row.width for row in rows)][: len(rows)]
 
 
-def build_inputs(rows: Sequence[Row], block_size: int, device: torch.device) -> PassInputs:
-    """Lays rows end to end, token-major: committed tokens, then drafts, row after row."""
+def build_inputs(
+    rows: Sequence[Row], block_size: int, device: torch.device, size: int = 0
+) -> PassInputs:
+    """Lays rows end to end, token-major: committed tokens, then drafts, row after row. Then, up to
+    ``size`` tokens, padding: each alone at position 0 of block 0, writing nothing."""
     ids, positions, slots = array("q"), array("q"), array("q")
     query_start = [0]
     for row in rows:
@@ -43,12 +46,20 @@ def build_inputs(rows: Sequence[Row], block_size: int, device: torch.device) -> 
             block, offset = divmod(position, block_size)
             slots.append(row.block_ids[block] * block_size + offset)
         query_start.append(len(ids))
+    padding = max(0, size - len(ids))
+    if padding:
+        assert len(ids) + padding == size
+        query_start.extend(range(len(ids) + 1, size + 1))
+        ids.extend([0] * padding)
+        positions.extend([0] * padding)
+        slots.extend([-1] * padding)
+    assert not size or len(ids) == size, f"{len(ids)} tokens in a pass of {size}"
     return PassInputs(
         ids=index_tensor(ids, device),
         batch=PagedBatch(
             positions=index_tensor(positions, device),
             slots=index_tensor(slots, device),
             query_start=tuple(query_start),
-            block_tables=tuple(row.block_ids for row in rows),
+            block_tables=(*(row.block_ids for row in rows), *((0,),) * padding),
         ),
     )

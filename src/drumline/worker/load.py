@@ -10,16 +10,22 @@ from numpy.typing import ArrayLike
 from drumline.config import Resolved
 from drumline.config.speculative import HOST_METHODS
 from drumline.core.errors import ConfigError
+from drumline.core.ledger import Ledger
 from drumline.drafting.base import DrafterContext, PassLedger, TargetModel
 from drumline.drafting.registry import load_drafter
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.registry import model_module
+from drumline.models.sharding import ShardedTensors, Share, shard_config
 from drumline.ops import load_ops
 from drumline.ops.base import Ops, PagedBatch
+from drumline.ops.sharded import ShardedOps
+from drumline.parallel.groups import RankComms
 from drumline.sampling.accept import Verifier
 from drumline.sampling.draft import DraftSampler
 from drumline.sampling.draw import Drawer, draw_tokens
 from drumline.sampling.sampler import Sampler
+from drumline.worker.script import ScriptedPasses, StepScript
+from drumline.worker.sharing import SharedDraftSampler, SharedVerifier
 from drumline.worker.speculator import Speculator
 from drumline.worker.worker import Worker
 
@@ -28,18 +34,36 @@ WARMUP_TOKENS = 32
 # Whose errors cost drafts and nothing else: they share no pass with anybody.
 CONTAINED = (*HOST_METHODS, "custom_class")
 
+# Which the first rank of a replica runs alone: the others have no part in them.
+LEADERS_OWN = (*HOST_METHODS, "extract_hidden_states")
 
-def load_worker(resolved: Resolved, checkpoint: Checkpoint) -> Worker:
-    """Loads weights and allocates the caches, ``resolved.kv_cache_bytes`` of them in all."""
+
+def load_worker(
+    resolved: Resolved,
+    checkpoint: Checkpoint,
+    comms: RankComms | None = None,
+    ledger: Ledger | None = None,
+) -> Worker:
+    """Loads weights and allocates the caches, ``resolved.kv_cache_bytes`` of them in all.
+
+    ``comms``: the groups of this rank, if there are others; what is issued in them goes to
+    ``ledger``, and the worker has a script to be surveyed."""
     torch.set_num_threads(resolved.threads)
-    ops = load_ops(resolved.ops_backend, resolved.device)
-    mode = resolved.config.model.logprobs_mode
-    sampler = Sampler(checkpoint.config.vocab_size, mode, drawer=make_drawer(ops, resolved.threads))
+    backend = load_ops(resolved.ops_backend, resolved.device)
+    mode, threads = resolved.config.model.logprobs_mode, resolved.threads
+    sampler = Sampler(checkpoint.config.vocab_size, mode, drawer=make_drawer(backend, threads))
+    ops: Ops = backend
+    config, tensors = checkpoint.config, checkpoint.tensors
+    script = None
+    if comms is not None and ledger is not None and shares_passes(comms):
+        script = StepScript(ledger, comms.tp)
+        ops = ShardedOps(backend, comms.tp, comms.ep)
+        share = Share(comms.tp.rank, comms.tp.size, spread_experts=comms.ep is not None)
+        config = shard_config(checkpoint.config, checkpoint.tensors, share)
+        tensors = ShardedTensors(checkpoint.config, checkpoint.tensors, share)
     with torch.inference_mode():
         module = model_module(checkpoint.config.model_type)
-        model: TargetModel = module.Model(
-            checkpoint.config, checkpoint.tensors, ops, resolved.max_model_len
-        )
+        model: TargetModel = module.Model(config, tensors, ops, resolved.max_model_len)
         spec = model.kv_spec
         cache = ops.allocate_kv(
             spec.layers,
@@ -49,11 +73,21 @@ def load_worker(resolved: Resolved, checkpoint: Checkpoint) -> Worker:
             spec.head_dim,
             resolved.kv_cache_dtype,
         )
-        if resolved.speculation is None:
-            return Worker(model, ops, cache, Verifier(sampler))
-        speculator = load_speculator(resolved, checkpoint, model, ops, sampler)
-    verifier = Verifier(sampler, resolved.speculation.rejection_sample_method)
-    return Worker(model, ops, cache, verifier, speculator)
+        method = "match"
+        speculator = None
+        if resolved.speculation is not None:
+            method = resolved.speculation.rejection_sample_method
+            if script is None or script.leads or resolved.speculation.method not in LEADERS_OWN:
+                speculator = load_speculator(resolved, checkpoint, model, ops, sampler, script)
+    verifier = Verifier(sampler, method)
+    if script is not None and script.tp.size > 1:
+        verifier = SharedVerifier(sampler, method, script)
+    return Worker(model, ops, cache, verifier, speculator, script)
+
+
+def shares_passes(comms: RankComms) -> bool:
+    """Whether other ranks take part in this one's passes."""
+    return comms.tp.size > 1 or comms.ep is not None
 
 
 def make_drawer(ops: Ops, threads: int) -> Drawer:
@@ -68,7 +102,12 @@ def make_drawer(ops: Ops, threads: int) -> Drawer:
 
 
 def load_speculator(
-    resolved: Resolved, checkpoint: Checkpoint, model: TargetModel, ops: Ops, sampler: Sampler
+    resolved: Resolved,
+    checkpoint: Checkpoint,
+    model: TargetModel,
+    ops: Ops,
+    sampler: Sampler,
+    script: StepScript | None = None,
 ) -> Speculator:
     """The drafter that the configuration asks for. Raises `UsageError` if it cannot be had."""
     settings = resolved.speculation
@@ -80,9 +119,11 @@ def load_speculator(
     ) -> DraftSampler:
         # One history for drafts and target: it is the same, but for its end.
         method = settings.draft_sample_method
+        if script is not None and script.tp.size > 1:
+            return SharedDraftSampler(vocab, method, sharpening, token_table, sampler, script)
         return DraftSampler(vocab, method, sharpening, token_table, sampler.state, sampler.drawer)
 
-    ledger = PassLedger()
+    ledger = ScriptedPasses(script=script) if script is not None else PassLedger()
     drafter = load_drafter(
         DrafterContext(
             speculative=settings,

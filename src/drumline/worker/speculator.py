@@ -21,7 +21,7 @@ from drumline.core.errors import EngineError
 from drumline.core.plan import Row, StepPlan
 from drumline.core.request import Request
 from drumline.drafting.base import Drafter, DraftRow, PassLedger, Proposal
-from drumline.lockstep.script import pass_sizes
+from drumline.lockstep.script import draft_pass_sizes
 from drumline.models.layers import ModelOutput
 from drumline.sampling.distribution import Distribution
 
@@ -90,8 +90,8 @@ class Speculator:
             _draft_row(outcome, offset, plan.draft_k)
             for outcome, offset in zip(outcomes, offsets, strict=True)
         ]
-        shapes = [(row.width, row.samples) for row in plan.rows]
-        self.ledger.begin(pass_sizes(self.traits, shapes, plan.draft_k))
+        sizes = draft_pass_sizes(plan, self.traits)
+        self.ledger.begin(sizes, exact=bool(self.traits.groups))
         proposal = self._guarded(
             plan.step,
             lambda: self._propose(rows, output, plan.draft_k),

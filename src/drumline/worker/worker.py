@@ -22,6 +22,7 @@ from drumline.ops.indices import pick_rows
 from drumline.sampling.accept import Accepted, Verifier
 from drumline.sampling.window import Window
 from drumline.worker.inputs import build_inputs, row_offsets
+from drumline.worker.script import StepScript
 from drumline.worker.speculator import Outcome, Speculator
 
 LOGIT_ROWS_MAX = 64  # rows of [vocab] floats held at once for prompt log-probabilities
@@ -56,13 +57,16 @@ class Worker:
         cache: KVCache,
         verifier: Verifier,
         speculator: Speculator | None = None,
+        script: StepScript | None = None,
     ) -> None:
+        """``script``: where other ranks take part in this one's passes."""
         self.model = model
         self.ops = ops
         self.cache = cache
         self.verifier = verifier
         self.sampler = verifier.sampler
         self.speculator = speculator
+        self.script = script
         self._sequences: dict[int, SequenceState] = {}
         self._step = 0
 
@@ -74,13 +78,18 @@ class Worker:
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs the target over the plan's rows, samples where a row says so, and drafts."""
         self._follow(plan)
-        inputs = build_inputs(plan.rows, self.cache.block_size, self.ops.device)
+        if self.script is not None:
+            self.script.begin(plan)
+        size = plan.target_size
+        inputs = build_inputs(plan.rows, self.cache.block_size, self.ops.device, size)
         taps = () if self.speculator is None else self.speculator.taps
         output = self.model.forward(inputs.ids, inputs.batch, self.cache, taps)
         offsets = row_offsets(plan.rows)
         prompts = self._prompt_logprobs(plan.rows, offsets, output.hidden)
         accepted = self._verify(plan.rows, offsets, output.hidden)
         drafts = self._draft(plan, offsets, accepted, output)
+        if self.script is not None:
+            self.script.end()
         rows = tuple(
             _result(row, accepted.get(row.number), prompts.get(row.number, ()), drafts)
             for row in plan.rows
@@ -108,8 +117,15 @@ class Worker:
         for admission in plan.admitted:
             state = SequenceState(admission.request, list(admission.token_ids))
             self._sequences[admission.request.number] = state
-        for row in plan.rows:
-            self._sequences[row.number].extend(row)
+        if self._knows_all:
+            for row in plan.rows:
+                self._sequences[row.number].extend(row)
+
+    @property
+    def _knows_all(self) -> bool:
+        """Whether this rank needs every committed token: one that neither samples nor drafts
+        computes what plans say, and is not told of drafts that were accepted."""
+        return self.script is None or self.script.leads or self.speculator is not None
 
     # ---- sampling and drafting -----------------------------------------------------------
 
