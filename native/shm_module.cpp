@@ -1,11 +1,16 @@
 // The Python face of ShmGroup: addresses in, None or a tuple that says what went wrong out.
 #include "shm_module.hpp"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
+#include <utility>
+#include <vector>
 
+#include "shared_layers.hpp"
 #include "shm.hpp"
 
 namespace nb = nanobind;
@@ -96,6 +101,25 @@ void bind_shm(nb::module_& module) {
         .def("close", &ShmGroup::close)
         .def_prop_ro("rank", &ShmGroup::rank)
         .def_prop_ro("ranks", &ShmGroup::ranks);
+    // Returns how many sums came to their end, and None or what went wrong with the next.
+    module.def("run_shared", [](const Stack& stack, Workspace& space, const KVCache& cache,
+                                const Places& places, std::uintptr_t x, std::uintptr_t entry,
+                                std::int64_t entry_stride,
+                                const std::vector<std::pair<std::int64_t, std::uintptr_t>>& taps,
+                                int threads, ShmGroup& group, std::uint64_t tag,
+                                std::int64_t timeout_us, std::uintptr_t share) {
+        std::vector<Tap> copies;
+        for (const auto& [layer, out] : taps) {
+            copies.push_back({layer, floats(out)});
+        }
+        Sums sums{group, tag, timeout_us, floats(share)};
+        const nb::object outcome = collective([&] {
+            const std::lock_guard<std::mutex> alone(space.busy);
+            return run_shared(stack, Run{space, threads}, cache, places, floats(x), floats(entry),
+                              entry_stride, copies, sums, let_signals_in);
+        });
+        return nb::make_tuple(sums.done, outcome);
+    });
 }
 
 }  // namespace drumline

@@ -28,6 +28,8 @@ class Workspace:
     """Instruction-set path, precision of activations, and memory between operations."""
 
     def __init__(self, path: str, fine: bool) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
 
 class Dense:
     def __init__(self, parts: list[PackedLinear], bias: int) -> None: ...
@@ -97,7 +99,7 @@ class KVCache:
         key_scales: int,
         value_scales: int,
         type: str,
-        blocks: int,
+        layers: int,
         kv_heads: int,
         head_dim: int,
         block_size: int,
@@ -279,3 +281,21 @@ class ShmGroup:
     def rank(self) -> int: ...
     @property
     def ranks(self) -> int: ...
+
+def run_shared(
+    stack: Stack,
+    space: Workspace,
+    cache: KVCache,
+    places: Places,
+    x: int,
+    entry: int,
+    entry_stride: int,
+    taps: list[tuple[int, int]],
+    threads: int,
+    group: ShmGroup,
+    tag: int,
+    timeout_us: int,
+    share: int,
+    /,
+) -> tuple[int, tuple[str, list[int], int, int] | None]:
+    """How many sums came to their end, and None or what went wrong with the next."""

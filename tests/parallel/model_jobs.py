@@ -113,3 +113,22 @@ def told(state: State, path: str, size: int) -> list[tuple[str, str, tuple[Any, 
     traits = model_traits(open_checkpoint(path).config, spans)
     entries = [entry.at(size) for entry in (*traits.body, *traits.logits)]
     return [(entry.operation, entry.group, entry.shape) for entry in entries]
+
+
+def use_fused(state: State, on: bool) -> bool:
+    """Whether layers run in one call, where that is there; tells whether it was on."""
+    ops = state["ops"]
+    before = ops._fused is not None
+    if not on:
+        ops._fused = None
+    return before
+
+
+def enter_embedding(state: State, ids: list[int]) -> None:
+    state["x"] = state["ops"].embedding(torch.tensor(ids), state["model"].embedding)
+
+
+def layers_alone(state: State) -> None:
+    """The layers, whose sums nobody else makes."""
+    x = state["x"]
+    state["ops"].run_stack(x, state["model"].stack, batch_of(0, x.shape[0]), state["cache"])

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from drumline.config.mesh import Mesh
+from drumline.core.cpu import native_available
+from drumline.core.errors import RankLost
 from parallel import model_jobs as jobs
 from parallel.ranks import Ranks
 
@@ -84,3 +86,44 @@ def test_logits_are_those_of_one_rank(
             assert torch.equal(other, first), "ranks of a replica must have the same bits"
         for tap, found in ranks.run(jobs.taps, IDS)[-1].items():
             assert (found - stream[tap]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", ["9 heads in 3 groups", "qwen3", "qwen3_moe", "biases"])
+def test_one_call_has_the_bits_of_many(
+    variant: str, tiny_path: Callable[..., Path], ranks_of: Callable[[int], Ranks]
+) -> None:
+    """The native call that sums within, and the same operations one by one: bits, and ledger."""
+    if not native_available():
+        pytest.skip("the native module is not built")
+    arch, options = VARIANTS[variant]
+    path = str(tiny_path(arch=arch, seed=3, **options))
+    ranks = ranks_of(3)
+    ranks.run(jobs.build, path, "native")
+    ranks.run(jobs.forget)
+    fused = ranks.run(jobs.logits, IDS, CHUNKS)
+    streams = ranks.run(jobs.taps, IDS)
+    issued = ranks.run(jobs.issued)
+    assert ranks.run(jobs.use_fused, False) == [True] * 3
+    ranks.run(jobs.forget)
+    assert torch.equal(ranks.run(jobs.logits, IDS, CHUNKS)[1], fused[1])
+    for tap, found in ranks.run(jobs.taps, IDS)[2].items():
+        assert torch.equal(found, streams[2][tap])
+    assert ranks.run(jobs.issued) == issued
+
+
+def test_a_rank_that_is_missing_within_the_call_is_named(
+    tiny_path: Callable[..., Path],
+) -> None:
+    if not native_available():
+        pytest.skip("the native module is not built")
+    path = str(tiny_path(arch="llama", seed=3))
+    with Ranks(2) as ranks:
+        ranks.connect_mesh(Mesh(tp=2), seconds=60.0)
+        ranks.run(jobs.build, path, "native")
+        ranks.run(jobs.enter_embedding, IDS[:3])
+        ranks.start(jobs.layers_alone, [()] * 2, ranks=[0])
+        ranks.kill(1)
+        error = ranks.outcome(0)
+        assert isinstance(error, RankLost)
+        assert error.rank == 1
+        assert error.operation == "all_reduce over tp"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -49,6 +50,10 @@ from drumline.ops.weights import WeightTensor
 from drumline.parallel.comm import Comm
 from drumline.parallel.shards import expert_split
 
+if TYPE_CHECKING:
+    from drumline.ops.native_shared import FusedLayers
+    from drumline.ops.native_weights import NativeStack
+
 
 class ShardedOps:
     """`drumline.ops.base.Ops` for one rank. See there for shapes."""
@@ -59,6 +64,11 @@ class ShardedOps:
         self.inner = inner
         self.tp = tp
         self.ep = ep
+        self._fused: FusedLayers | None = None
+        if inner.name == "native":
+            from drumline.ops.native_shared import fused_layers  # where the native module is there
+
+            self._fused = fused_layers(inner, tp)
 
     @property
     def name(self) -> str:
@@ -272,6 +282,8 @@ class ShardedOps:
         assert isinstance(stack, ShardedStack)
         if stack.whole:
             return self.inner.run_stack(x, stack.inner, batch, cache, taps, entry)
+        if self._fused is not None and stack.summed:
+            return self._fused.run(x, cast("NativeStack", stack.inner), batch, cache, taps, entry)
         batch = self.prepare(batch, cache.block_size)
         tapped = {0: x} if 0 in taps else {}
         for index in range(len(stack)):

@@ -99,6 +99,11 @@ class ShardedStack:
         """Every block is computed here alone."""
         return not any(map(is_partial, self.layers))
 
+    @property
+    def summed(self) -> bool:
+        """Every block is a share whose sum over tp is all that it needs."""
+        return all(map(is_summed, self.layers))
+
 
 def plain(linear: Linear) -> Linear:
     return linear.share if isinstance(linear, PartialLinear) else linear
@@ -116,3 +121,9 @@ def is_partial_block(block: FeedForwardWeights | MoeWeights) -> bool:
 
 def is_partial(layer: LayerWeights) -> bool:
     return isinstance(layer.attention.o, PartialLinear) or is_partial_block(layer.feed_forward)
+
+
+def is_summed(layer: LayerWeights) -> bool:
+    block = layer.feed_forward
+    spread = isinstance(block, MoeWeights) and isinstance(block.experts, SpreadExperts)
+    return isinstance(layer.attention.o, PartialLinear) and is_partial_block(block) and not spread

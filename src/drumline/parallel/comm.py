@@ -12,6 +12,7 @@ What goes wrong is named: who did not come, in which step, phase and operation. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -135,6 +136,19 @@ class RecordedComm:
         ticket = self._issue("broadcast", x)
         self._end("broadcast", ticket, self.carrier.broadcast(out, root, self._seconds))
         return out
+
+    def all_reduce_within(
+        self, x: Tensor, count: int, call: Callable[[float], tuple[int, Failure | None]]
+    ) -> None:
+        """``count`` sums of tensors like ``x`` that ``call(seconds)`` makes, telling how many came
+        to their end and what is wrong with the next. The ledger has all of them when it begins."""
+        tickets = [self._issue("all_reduce", x) for _ in range(count)]
+        done, failure = call(self._seconds)
+        for ticket in tickets[:done]:
+            self.ledger.complete(ticket)
+        if failure is not None:
+            raise self.error(f"all_reduce over {self.kind}", failure)
+        assert done == count, f"{done} sums were made of {count}"
 
     def set_timeout(self, seconds: float) -> None:
         assert seconds > 0

@@ -92,30 +92,32 @@ class ShmCarrier:
 
     def gather(self, x: Tensor, out: Tensor, seconds: float) -> Failure | None:
         nbytes = x.nbytes
-        tag = _tag("all_gather", x, nbytes)
-        found = self.group.gather(x.data_ptr(), nbytes, out.data_ptr(), tag, _us(seconds))
-        return None if found is None else self._failure(found, seconds)
+        tag = tag_of("all_gather", x)
+        found = self.group.gather(x.data_ptr(), nbytes, out.data_ptr(), tag, microseconds(seconds))
+        return None if found is None else self.failure(found, seconds)
 
     def reduce(self, x: Tensor, out: Tensor, seconds: float) -> Failure | None:
-        tag = _tag("all_reduce", x, x.nbytes)
-        found = self.group.reduce(x.data_ptr(), x.numel(), out.data_ptr(), tag, _us(seconds))
-        return None if found is None else self._failure(found, seconds)
+        tag = tag_of("all_reduce", x)
+        found = self.group.reduce(
+            x.data_ptr(), x.numel(), out.data_ptr(), tag, microseconds(seconds)
+        )
+        return None if found is None else self.failure(found, seconds)
 
     def exchange(self, x: Tensor, out: Tensor, seconds: float) -> Failure | None:
-        tag = _tag("all_to_all", x, x.nbytes)
+        tag = tag_of("all_to_all", x)
         part = x.nbytes // self.group.ranks
-        found = self.group.exchange(x.data_ptr(), part, out.data_ptr(), tag, _us(seconds))
-        return None if found is None else self._failure(found, seconds)
+        found = self.group.exchange(x.data_ptr(), part, out.data_ptr(), tag, microseconds(seconds))
+        return None if found is None else self.failure(found, seconds)
 
     def broadcast(self, x: Tensor, root: int, seconds: float) -> Failure | None:
-        tag = _tag("broadcast", x, x.nbytes)
-        found = self.group.broadcast(x.data_ptr(), x.nbytes, root, tag, _us(seconds))
-        return None if found is None else self._failure(found, seconds)
+        tag = tag_of("broadcast", x)
+        found = self.group.broadcast(x.data_ptr(), x.nbytes, root, tag, microseconds(seconds))
+        return None if found is None else self.failure(found, seconds)
 
     def close(self) -> None:
         self.group.close()
 
-    def _failure(self, found: tuple[str, list[int], int, int], seconds: float) -> Failure:
+    def failure(self, found: tuple[str, list[int], int, int], seconds: float) -> Failure:
         kind, members, mine, theirs = found
         if kind == "timeout":
             return Failure(f"nothing after {seconds:g} s", tuple(members))
@@ -155,14 +157,14 @@ def raise_abort(segment: Segment, code: int = ABORTED) -> None:
     group.close()
 
 
-def _us(seconds: float) -> int:
+def microseconds(seconds: float) -> int:
     return int(seconds * 1e6)
 
 
-def _tag(operation: str, x: Tensor, nbytes: int) -> int:
+def tag_of(operation: str, x: Tensor) -> int:
     """What all ranks must bring alike: operation, type and bytes, in 64 bits."""
     dtype = DTYPES.index(str(x.dtype).removeprefix("torch."))
-    return OPERATIONS.index(operation) << 60 | dtype << 56 | nbytes & _MASK
+    return OPERATIONS.index(operation) << 60 | dtype << 56 | x.nbytes & _MASK
 
 
 def _told(tag: int) -> str:
