@@ -56,7 +56,7 @@ struct Tile {
     // Of the key/value head in the block that holds `position`, in units of block_size.
     std::int64_t line(std::int64_t position) const {
         const std::int64_t block = table[position / cache->block_size];
-        return ((layer * cache->blocks + block) * cache->kv_heads + kv_head) * cache->block_size;
+        return ((block * cache->layers + layer) * cache->kv_heads + kv_head) * cache->block_size;
     }
 };
 

@@ -19,12 +19,12 @@ enum class KVType { f32, f16, bf16, i8 };
 // All layers of one cache. Keys lie channel by channel within a block, so that 8 keys are one
 // vector. int8 numbers have one scale per token and head: x = scale * q.
 struct KVCache {
-    void* keys = nullptr;           // [layers, blocks, kv_heads, head_dim, block_size]
-    void* values = nullptr;         // [layers, blocks, kv_heads, block_size, head_dim]
-    float* key_scales = nullptr;    // [layers, blocks, kv_heads, block_size], of int8 only
+    void* keys = nullptr;           // [blocks, layers, kv_heads, head_dim, block_size]
+    void* values = nullptr;         // [blocks, layers, kv_heads, block_size, head_dim]
+    float* key_scales = nullptr;    // [blocks, layers, kv_heads, block_size], of int8 only
     float* value_scales = nullptr;  // likewise
     KVType type = KVType::f32;
-    std::int64_t blocks = 0;
+    std::int64_t layers = 0;
     std::int64_t kv_heads = 0;
     std::int64_t head_dim = 0;
     std::int64_t block_size = 0;

@@ -56,7 +56,7 @@ void write_cells(const KVCache& cache, std::int64_t layer, std::int64_t slot, co
     const std::int64_t dim = cache.head_dim, size = cache.block_size;
     auto* keys = static_cast<Cell*>(cache.keys);
     auto* values = static_cast<Cell*>(cache.values);
-    const std::int64_t block = layer * cache.blocks + slot / size, offset = slot % size;
+    const std::int64_t block = slot / size * cache.layers + layer, offset = slot % size;
     for (std::int64_t h = 0; h < cache.kv_heads; ++h) {
         const std::int64_t line = (block * cache.kv_heads + h) * size;
         const float key_scale = put(key + h * dim, dim, keys + line * dim + offset, size);

@@ -69,7 +69,8 @@ void bind_weights(nb::module_& module) {
             [](Workspace* self, const std::string& path, bool fine) {
                 new (self) Workspace(path_by_name(path), fine);
             },
-            nb::arg("path"), nb::arg("fine"));
+            nb::arg("path"), nb::arg("fine"))
+        .def_prop_ro("nbytes", [](const Workspace& self) { return self.scratch.nbytes(); });
     nb::class_<Dense>(module, "Dense")
         .def(
             "__init__",
@@ -145,11 +146,11 @@ void bind_weights(nb::module_& module) {
 void bind_stack(nb::module_& module) {
     nb::class_<KVCache>(module, "KVCache")
         .def("__init__", [](KVCache* self, Address keys, Address values, Address key_scales,
-                            Address value_scales, const std::string& type, std::int64_t blocks,
+                            Address value_scales, const std::string& type, std::int64_t layers,
                             std::int64_t kv_heads, std::int64_t head_dim,
                             std::int64_t block_size) {
             new (self) KVCache{at<void>(keys), at<void>(values), at<float>(key_scales),
-                               at<float>(value_scales), kv_type_by_name(type), blocks,
+                               at<float>(value_scales), kv_type_by_name(type), layers,
                                kv_heads, head_dim, block_size};
         });
     nb::class_<Places>(module, "Places")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import resource
 from dataclasses import dataclass
 
 import pytest
@@ -252,6 +253,24 @@ def test_tokens_without_a_slot_write_nothing() -> None:
 
 def _memory(cache: KVCache) -> list[Tensor]:
     return [part for part in vars(cache).values() if isinstance(part, Tensor)]
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_nothing_is_allocated_once_the_largest_pass_was_seen(name: str) -> None:
+    """Neither scratch memory nor, by the system's count of pages first touched, anything else."""
+    ops = NativeOps()
+    world = World(ops, SHAPES[name], [300, 40], 16)
+    torch.set_num_threads(2)
+    kinds = [[(0, 0, 300)], [(0, 299, 300)], [(0, 290, 294), (1, 3, 4)], [(1, 0, 40)]]
+    for _ in range(3):
+        for pieces in kinds:
+            world.run(pieces, (1,))
+    scratch, faults = ops.space.nbytes, resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):
+        for pieces in kinds:
+            world.run(pieces, (1,))
+    assert ops.space.nbytes == scratch > 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 50
 
 
 @pytest.mark.parametrize("ops", [load_ops("reference", "cpu"), *map(NativeOps, ["cpu"])])

@@ -196,7 +196,7 @@ class NativeKV(ReferenceKV):
             address(cache.key_scales),
             address(cache.value_scales),
             dtype,
-            blocks,
+            layers,
             kv_heads,
             head_dim,
             block_size,

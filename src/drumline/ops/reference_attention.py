@@ -33,7 +33,10 @@ INT8_LARGEST = 3.4e38  # beyond it 127 times the scale may be infinite
 @dataclass(frozen=True)
 class ReferenceKV:
     """Keys and values ``[layers, blocks, kv_heads, block_size, head_dim]``; of int8 also what they
-    are multiplied by, one scale per token and head ``[layers, blocks, kv_heads, block_size]``."""
+    are multiplied by, one scale per token and head ``[layers, blocks, kv_heads, block_size]``.
+
+    All layers of a block lie together, so that memory is taken as blocks come into use, also where
+    the system hands it out in large pages."""
 
     keys: Tensor
     values: Tensor
@@ -136,12 +139,14 @@ class ReferenceAttention:
         return ReferenceKV(keys, values, *(self._zeros(by_token, torch.float32) for _ in range(2)))
 
     def _zeros(self, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        """Zeros; on the CPU memory is taken page by page as blocks come into use, which
-        `torch.zeros` would touch at once."""
+        """Zeros ``[layers, blocks, ...]``, block after block; on the CPU memory is taken page by
+        page as blocks come into use, which `torch.zeros` would touch at once."""
+        layers, blocks, *rest = shape
+        by_block = (blocks, layers, *rest)
         if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=kind, device=self.device)
+            return torch.zeros(by_block, dtype=kind, device=self.device).transpose(0, 1)
         bits = {4: np.int32, 2: np.int16, 1: np.int8}[kind.itemsize]
-        return torch.from_numpy(np.zeros(shape, dtype=bits)).view(kind)
+        return torch.from_numpy(np.zeros(by_block, dtype=bits)).view(kind).transpose(0, 1)
 
     def write_kv(
         self, key: Tensor, value: Tensor, cache: KVCache, layer: int, slots: Tensor
