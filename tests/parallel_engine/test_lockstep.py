@@ -134,6 +134,6 @@ def test_every_layout_gives_the_bits_of_one_rank(
 
 
 def test_what_does_not_draft_over_tp_is_refused_by_name(moe: Path) -> None:
-    asked = {"method": "mtp", "num_speculative_tokens": 2, "draft_tensor_parallel_size": 2}
-    with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size=2: not supported yet"):
+    asked = {"method": "drumline.drafting.testing.Liar", "num_speculative_tokens": 2}
+    with pytest.raises(ConfigError, match=r"drafts with tensor_parallel_size=1 only, not 2"):
         FleetCore.load(config(moe, tensor_parallel_size=2, speculative_config=json.dumps(asked)))

@@ -34,8 +34,11 @@ from drumline.config import SpeculativeConfig
 from drumline.core.request import Request
 from drumline.core.traits import DrafterTraits
 from drumline.models.checkpoint import Checkpoint
+from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import KVSpec, ModelOutput
+from drumline.models.sharding import WHOLE, ShardedTensors, Share, shard_config
 from drumline.ops.base import KVCache, Linear, Ops, PagedBatch
+from drumline.ops.weights import WeightTensor
 from drumline.sampling.distribution import Distribution
 from drumline.sampling.draft import DraftSampler, DraftToken
 from drumline.sampling.history import SamplingRow
@@ -212,7 +215,9 @@ class DrafterContext:
     ``checkpoint`` is the target's: config, tensors, path and tokenizer. Positions stay below
     ``max_model_len``. A drafter's cache has ``num_kv_blocks`` blocks of ``block_size`` tokens, like
     the target's, because it is addressed by the same block ids. ``make_draft_sampler(sharpening,
-    token_table)`` gives a `DraftSampler` for the configured ``draft_sample_method``.
+    token_table)`` gives a `DraftSampler` for the configured ``draft_sample_method``. ``share``:
+    which part of the drafter's layers this rank holds; all of them unless
+    ``draft_tensor_parallel_size`` says that the target's ranks share them (`own_share`).
     """
 
     speculative: SpeculativeConfig
@@ -225,6 +230,16 @@ class DrafterContext:
     kv_cache_dtype: str
     ledger: PassLedger
     make_draft_sampler: MakeDraftSampler
+    share: Share = WHOLE
+
+    def own_share(
+        self, config: ArchitectureConfig, weights: Mapping[str, WeightTensor]
+    ) -> tuple[ArchitectureConfig, Mapping[str, WeightTensor]]:
+        """What this rank holds of a draft's layers."""
+        if self.share.size == 1:
+            return config, weights
+        local = shard_config(config, weights, self.share)
+        return local, ShardedTensors(config, weights, self.share)
 
 
 class DrafterModule(Protocol):

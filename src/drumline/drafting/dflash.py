@@ -193,8 +193,14 @@ def load(context: DrafterContext) -> DFlashDrafter:
     config = read_config(files.open_config(folder), target)
     positions = min(_positions(config, context.speculative), context.max_model_len)
     weights, table = _open(folder, config, target)
+    layers, share = context.own_share(config.layers, weights)
     network = DFlashNetwork(
-        config, weights, context.ops, positions, context.target.embedding, context.target.head
+        replace(config, layers=layers),
+        share,
+        context.ops,
+        positions,
+        context.target.embedding,
+        context.target.head,
     )
     return DFlashDrafter(network, context, positions, table)
 

@@ -185,7 +185,8 @@ def load(context: DrafterContext) -> DraftModelDrafter:
     speech = _speech(context, draft)
     positions = min(_positions(draft.config, context.speculative), context.max_model_len)
     module = model_module(draft.config.model_type)
-    model: TargetModel = module.Model(draft.config, draft.tensors, context.ops, positions)
+    config, tensors = context.own_share(draft.config, draft.tensors)
+    model: TargetModel = module.Model(config, tensors, context.ops, positions)
     return DraftModelDrafter(model, speech, context, positions)
 
 

@@ -13,7 +13,7 @@ target's embedding; ``fc`` has a bias or not, as the file has it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -151,5 +151,7 @@ def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str
 def load(context: DrafterContext) -> Drafter:
     draft = read(context.speculative, context.checkpoint.config)
     positions = positions_of(draft.config, context)
+    config, weights = context.own_share(draft.config, draft.weights)
+    draft = replace(draft, config=config, weights=weights)
     network = EagleNetwork(draft, context, positions)
     return TapDrafter(network, context, context.make_draft_sampler(draft.sharpening), positions)

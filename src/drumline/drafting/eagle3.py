@@ -15,7 +15,7 @@ config). The embedding may be the target's; the head is always the drafter's own
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -276,6 +276,8 @@ def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str
 def load(context: DrafterContext) -> Drafter:
     draft = read(context.speculative, context.checkpoint.config)
     positions = positions_of(draft.config, context)
+    config, weights = context.own_share(draft.config, draft.weights)
+    draft = replace(draft, config=config, weights=weights)
     network = Eagle3Network(draft, context, positions)
     sampler = context.make_draft_sampler(draft.envelope.sharpening, draft.table)
     return TapDrafter(network, context, sampler, positions)

@@ -349,6 +349,8 @@ def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str
 def load(context: DrafterContext) -> Drafter:
     draft = read(context.speculative, context.checkpoint)
     positions = positions_of(draft.config, context)
+    config, weights = context.own_share(draft.config, draft.weights)
+    draft = replace(draft, config=config, weights=weights)
     network = MtpNetwork(draft, context, positions)
     sampler = context.make_draft_sampler(draft.envelope.sharpening, draft.table)
     return TapDrafter(network, context, sampler, positions)

@@ -54,10 +54,6 @@ def _refuse_unshared(resolved: Resolved) -> None:
     spec, tp = resolved.speculation, resolved.mesh.tp
     if spec is None or tp == 1:
         return
-    if spec.draft_tensor_parallel_size > 1:
-        problem = "not supported yet; must be 1: every rank holds the whole drafter"
-        name = f"{PREFIX}draft_tensor_parallel_size"
-        raise ConfigError(name, spec.draft_tensor_parallel_size, problem)
     if spec.method in NOT_OVER_TP:
         problem = f"drafts with tensor_parallel_size=1 only, not {tp}"
         raise ConfigError(f"{PREFIX}method", spec.method, problem)

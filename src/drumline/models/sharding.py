@@ -41,6 +41,9 @@ class Share:
     spread_experts: bool = False
 
 
+WHOLE = Share()
+
+
 def shard_config(
     config: ArchitectureConfig, tensors: Mapping[str, WeightTensor], share: Share
 ) -> ArchitectureConfig:

@@ -15,7 +15,7 @@ from drumline.drafting.base import DrafterContext, PassLedger, TargetModel
 from drumline.drafting.registry import load_drafter
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.registry import model_module
-from drumline.models.sharding import ShardedTensors, Share, shard_config
+from drumline.models.sharding import WHOLE, ShardedTensors, Share, shard_config
 from drumline.ops import load_ops
 from drumline.ops.base import Ops, PagedBatch
 from drumline.ops.sharded import ShardedOps
@@ -136,6 +136,7 @@ def load_speculator(
             kv_cache_dtype=resolved.kv_cache_dtype,
             ledger=ledger,
             make_draft_sampler=make_draft_sampler,
+            share=_drafter_share(ops, settings.draft_tensor_parallel_size),
         )
     )
     depth = checkpoint.config.num_hidden_layers
@@ -146,6 +147,17 @@ def load_speculator(
     return Speculator(
         drafter, ledger, vocab, settings.max_model_len, contained=settings.method in CONTAINED
     )
+
+
+def _drafter_share(ops: Ops, shards: int) -> Share:
+    """All of a drafter's layers, or this rank's part where the target's ranks share them."""
+    if not isinstance(ops, ShardedOps):
+        return WHOLE
+    spread = ops.ep is not None
+    if shards == 1:
+        return Share(spread_experts=spread)
+    assert shards == ops.tp.size, "resolve allows 1 and the target's"
+    return Share(ops.tp.rank, shards, spread)
 
 
 def warm_up(worker: Worker, tokens: int = WARMUP_TOKENS) -> float:
