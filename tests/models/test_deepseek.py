@@ -99,6 +99,17 @@ def test_one_head_is_cached(tmp_path: Path, runner: Callable[..., Any]) -> None:
     assert (spec.layers, spec.kv_heads, spec.head_dim) == (2, 1, 24)
 
 
+@pytest.mark.parametrize("arch", ["mixtral", "deepseek_v3"])
+def test_quantized_weights_say_nearly_the_same(
+    arch: str, tmp_path: Path, runner: Callable[..., Any]
+) -> None:
+    write_tiny(arch, tmp_path, seed=4, hidden=64)
+    plain = runner(open_checkpoint(tmp_path), 64).logits(IDS)
+    quantized = runner(open_checkpoint(tmp_path, "q8_0"), 64).logits(IDS)
+    assert 0 < (quantized - plain).abs().mean() < 0.15
+    assert (quantized.argmax(1) == plain.argmax(1)).float().mean() > 0.8
+
+
 def by_hand(
     logits: list[float], bias: list[float], groups: int, used: int, per_token: int
 ) -> list[int]:

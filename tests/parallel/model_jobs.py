@@ -20,11 +20,13 @@ BLOCK = 4
 LENGTH = 64
 
 
-def build(state: State, path: str, backend: str) -> tuple[int, ...]:
+def build(
+    state: State, path: str, backend: str, quantization: str | None = None
+) -> tuple[int, ...]:
     """Loads the rank's share of the checkpoint; returns (heads, kv heads, width, vocabulary
     rows that are here)."""
     comms = state["comms"]
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, quantization)
     tp = comms.tp
     share = Share(tp.rank, tp.size, comms.ep is not None)
     config = shard_config(checkpoint.config, checkpoint.tensors, share)

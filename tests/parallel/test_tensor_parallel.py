@@ -88,6 +88,26 @@ def test_logits_are_those_of_one_rank(
             assert (found - stream[tap]).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("arch", "intermediate", "widths"),
+    [("llama", 160, [64, 96]), ("deepseek_v3", 64, [32, 32]), ("qwen3_moe", 96, [32, 64])],
+)
+def test_quantized_blocks_are_shared_whole(
+    arch: str,
+    intermediate: int,
+    widths: list[int],
+    tiny_path: Callable[..., Path],
+    ranks_of: Callable[[int], Ranks],
+) -> None:
+    """Cut between blocks of 32; heads of 16 channels cut blocks, which then become float32."""
+    path = str(tiny_path(arch=arch, seed=3, hidden=64, intermediate=intermediate))
+    one, two = ranks_of(1), ranks_of(2)
+    one.run(jobs.build, path, "reference", "q8_0")
+    (truth,) = one.run(jobs.logits, IDS, CHUNKS)
+    assert [width for _, _, width, _ in two.run(jobs.build, path, "reference", "q8_0")] == widths
+    check_agreement(two.run(jobs.logits, IDS, CHUNKS)[0], truth)
+
+
 @pytest.mark.parametrize("variant", ["9 heads in 3 groups", "qwen3", "qwen3_moe", "biases"])
 def test_one_call_has_the_bits_of_many(
     variant: str, tiny_path: Callable[..., Path], ranks_of: Callable[[int], Ranks]

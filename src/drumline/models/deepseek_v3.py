@@ -37,8 +37,9 @@ from drumline.models.moe import expert_shapes
 from drumline.models.rope import build_rope
 from drumline.ops.base import KVCache, Linear, Ops, PagedBatch, RopeTable
 from drumline.ops.gating import route_by_groups
+from drumline.ops.shard_weights import rows
 from drumline.ops.sharded import mix_experts
-from drumline.ops.weights import WeightTensor
+from drumline.ops.weights import FLOAT_KINDS, WeightTensor
 
 Weights = Mapping[str, WeightTensor]
 
@@ -175,18 +176,23 @@ class LatentAttention:
         return self.ops.load_linear([weight], vector)
 
     def _up(self, weight: WeightTensor) -> tuple[list[Linear], list[Linear]]:
-        """kv_b's parts by head: ``[kv_rank, plain]``, transposed for queries, and
-        ``[value, kv_rank]``."""
+        """kv_b's parts by head: ``[kv_rank, plain]``, transposed for queries (in float32 where
+        blocks cannot be), and ``[value, kv_rank]``."""
         ops, latent = self.ops, self.latent
-        per_head = weight.data.view(self.heads, latent.plain_dim + latent.value_dim, latent.kv_rank)
+        plain = latent.plain_dim
         keys: list[Linear] = []
         values: list[Linear] = []
-        for head in per_head.unbind(0):
-            key = head[: latent.plain_dim].t().contiguous()
-            value = head[latent.plain_dim :].contiguous()
-            for data, found in ((key, keys), (value, values)):
-                part = WeightTensor(weight.name, tuple(data.shape), weight.kind, data)
-                found.append(ops.load_linear([part]))
+        for head in range(self.heads):
+            first = head * (plain + latent.value_dim)
+            key = rows(weight, range(first, first + plain))
+            data = key.data if key.kind in FLOAT_KINDS else key.to_float()
+            kind = key.kind if key.kind in FLOAT_KINDS else "F32"
+            turned = data.t().contiguous()
+            keys.append(
+                ops.load_linear([WeightTensor(key.name, tuple(turned.shape), kind, turned)])
+            )
+            own = range(first + plain, first + plain + latent.value_dim)
+            values.append(ops.load_linear([rows(weight, own)]))
         return keys, values
 
 

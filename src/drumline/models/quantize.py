@@ -57,6 +57,11 @@ class QuantizedTensors(Mapping[str, WeightTensor]):
     def __len__(self) -> int:
         return len(self.stored)
 
+    def kind_of(self, name: str) -> str:
+        """The kind a weight comes out as; quantizes nothing."""
+        stored = self.stored[name].kind
+        return self._wanted(name) or stored if stored in FLOAT_KINDS else stored
+
     def _wanted(self, name: str) -> str | None:
         """The kind a weight is to have; None where it stays."""
         shape = self.stored[name].shape

@@ -23,7 +23,8 @@ import torch
 
 from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import EMBEDDING, HEAD
-from drumline.ops.shard_weights import VocabularyShard, block_of, columns, rows
+from drumline.models.quantize import QuantizedTensors
+from drumline.ops.shard_weights import VocabularyShard, columns, columns_of_block, rows
 from drumline.ops.weights import WeightTensor
 from drumline.parallel.shards import head_split, vocabulary_split, vocabulary_width, width_split
 
@@ -92,10 +93,16 @@ def _width(
 ) -> range:
     """The part of a feed-forward's width. Every matrix of the checkpoint is cut at the same
     places, so at blocks of the largest kind that stores their columns."""
-    ends = (".down_proj.weight", ".w2.weight")
-    stored = [weight for name, weight in tensors.items() if name.endswith(ends)]
-    block = math.lcm(*{block_of(weight) for weight in stored if weight.shape[1] == width}, 1)
+    plain = tensors.stored if isinstance(tensors, QuantizedTensors) else tensors
+    names = [name for name in tensors if name.endswith((".down_proj.weight", ".w2.weight"))]
+    kinds = {_kind(tensors, name) for name in names if plain[name].shape[1] == width}
+    block = math.lcm(*map(columns_of_block, sorted(kinds)), 1)
     return width_split(width, share.size, share.rank, block)
+
+
+def _kind(tensors: Mapping[str, WeightTensor], name: str) -> str:
+    """How a weight's columns are stored; to ask for the weight may be to quantize it."""
+    return tensors.kind_of(name) if isinstance(tensors, QuantizedTensors) else tensors[name].kind
 
 
 class ShardedTensors(Mapping[str, WeightTensor]):

@@ -51,6 +51,6 @@ def columns(weight: WeightTensor, part: range) -> ColumnShard:
     return ColumnShard(weight.name, shape, weight.kind, weight.data[:, first:last])
 
 
-def block_of(weight: WeightTensor) -> int:
+def columns_of_block(kind: str) -> int:
     """Columns that are stored together."""
-    return 1 if weight.kind in FLOAT_KINDS else BLOCK_LAYOUTS[weight.kind].elements
+    return 1 if kind in FLOAT_KINDS else BLOCK_LAYOUTS[kind].elements
