@@ -1,10 +1,7 @@
 #include "linear.hpp"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
 #include <numeric>
 #include <stdexcept>
 
@@ -142,17 +139,6 @@ Path path_by_name(const std::string& name) {
 }
 
 Path best_path() { return path_by_name(available_paths().front()); }
-
-AlignedBytes::AlignedBytes(std::size_t size) : data_(nullptr), size_(size) {
-    const std::size_t rounded = (size + 63) / 64 * 64;
-    data_ = static_cast<std::uint8_t*>(std::aligned_alloc(64, rounded));
-    if (data_ == nullptr) {
-        throw std::bad_alloc();
-    }
-    std::memset(data_, 0, rounded);
-}
-
-AlignedBytes::~AlignedBytes() { std::free(data_); }
 
 void Activations::quantize(const float* x, std::int64_t row_count, std::int64_t width,
                            std::int64_t x_stride, const ActivationLayout& wanted, int threads,

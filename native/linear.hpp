@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "pages.hpp"
+
 namespace drumline {
 
 constexpr int group_outputs = 16;
@@ -27,22 +29,6 @@ std::vector<std::string> available_paths();  // best first
 Path path_by_name(const std::string& name);  // throws std::invalid_argument
 std::string path_name(Path path);
 Path best_path();
-
-// 64-byte aligned bytes that are freed with the object.
-class AlignedBytes {
-public:
-    explicit AlignedBytes(std::size_t size);
-    ~AlignedBytes();
-    AlignedBytes(const AlignedBytes&) = delete;
-    AlignedBytes& operator=(const AlignedBytes&) = delete;
-    std::uint8_t* data() { return data_; }
-    const std::uint8_t* data() const { return data_; }
-    std::size_t size() const { return size_; }
-
-private:
-    std::uint8_t* data_;
-    std::size_t size_;
-};
 
 // How a kernel wants its activations. `tile` rows lie together, block by block:
 //

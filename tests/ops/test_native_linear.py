@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,3 +224,25 @@ def test_refusals() -> None:
         PackedLinear("Q6_K", 0, 8, 288)
     with pytest.raises(ValueError, match="at least one output"):
         PackedLinear("F32", 0, 0, 8)
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux tells what is resident")
+def test_memory_is_taken_once_and_given_back() -> None:
+    """Weights share large pages; what they share goes with the last of them."""
+    raw = weight("F32", 256, 1024, seed=10)  # 1 MiB
+    before = resident()
+    kept = [pack(raw) for _ in range(160)]
+    taken = resident() - before
+    assert 160 * raw.nbytes <= taken <= 200 * raw.nbytes
+    x = torch.randn(3, 1024)
+    expected = multiply(x, kept[0], PATHS[0])
+    assert all(torch.equal(multiply(x, packed, PATHS[0]), expected) for packed in kept)
+    del kept
+    gc.collect()
+    assert resident() - before <= 40 * raw.nbytes
