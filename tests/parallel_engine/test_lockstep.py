@@ -75,10 +75,13 @@ def logs(core: FleetCore, group: str, ranks: range | tuple[int, ...]) -> list[li
         place = (entry.phase, entry.part, entry.operation, entry.shape, entry.dtype)
         return (record.step, *place)
 
-    rings = [core.ranks.ring(rank).records for rank in ranks]
-    return [
-        [what(one) for one in ring if one.entry.group == group and one.completed] for ring in rings
-    ]
+    found = []
+    for rank in ranks:
+        ring = core.ranks.ring(rank)
+        assert ring is not None
+        own = [one for one in ring.records if one.entry.group == group and one.completed]
+        found.append([what(one) for one in own])
+    return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))

@@ -7,6 +7,8 @@ roofline     target passes beside what they read and multiply, and what the mach
 compare      decode and prefill beside another engine (--peer), by turns, as ratios
 quality      the backend's arithmetic against the reference's, on texts the model writes (minutes);
              --output-len tokens of each greedy one; exit status 1 beyond the limits
+hang         the two ways in which replicas that speculate used to wait for each other for ever,
+             with the old decision (--policy local) or without; exit status 1 if the run hangs
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drumline.cli.bench_hang import add_hang_arguments, run_hang
 from drumline.cli.engine import add_script_engine_arguments, engine_config
 from drumline.core.errors import ConfigError, UsageError
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from drumline.config import EngineConfig
     from drumline.engine.llm import LLM
 
-KINDS = ("latency", "throughput", "acceptance", "roofline", "compare", "quality")
+KINDS = ("latency", "throughput", "acceptance", "roofline", "compare", "quality", "hang")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prefill-len", type=int, default=512, metavar="N", help="compare: tokens to prefill"
     )
     parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="runs counted")
+    add_hang_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     add_script_engine_arguments(parser)
 
@@ -88,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.parent.is_dir():
         raise UsageError(f"--json {args.json}: no such folder")
     config = engine_config(args)
+    if args.kind == "hang":
+        return run_hang(args, config)
     if args.kind == "acceptance":
         return _acceptance(args, config)
     if args.kind == "compare" and args.peer is None:

@@ -97,6 +97,7 @@ class EngineCore:
         worker: Worker,
         tokenizer: Tokenizer,
         facts: EngineFacts,
+        draft_length: DraftLength,
         agreement: Agreement | None = None,
     ) -> None:
         self.resolved = resolved
@@ -107,7 +108,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             scheduler_settings(resolved, worker.traits),
             self.pool,
-            measured_draft_length(resolved, worker),
+            draft_length,
         )
         self.worker = worker
         self._judge = OutputJudge()
@@ -146,7 +147,8 @@ class EngineCore:
         worker = load_worker(resolved, opened.checkpoint)
         token_seconds = warm_up(worker)
         facts = gather_facts(opened, token_seconds, time.monotonic() - began)
-        return cls(resolved, worker, tokenizer, facts)
+        length = measured_draft_length(resolved, worker)
+        return cls(resolved, worker, tokenizer, facts, length)
 
     def close(self) -> None:
         """Releases what the worker holds beyond memory."""
@@ -298,14 +300,15 @@ def measured_draft_length(resolved: Resolved, worker: Worker) -> DraftLength:
     speculation = resolved.speculation
     if speculation is None or speculation.draft_length != "adaptive":
         return make_draft_length(speculation)
-    assert worker.traits is not None
+    if worker.script is not None:
+        worker.script.surveying = True
     k = resolved.num_speculative_tokens
     rows = resolved.max_num_seqs
-    costs = CostCurve.measured(
-        rows,
-        k,
-        target_micros(worker, min(rows * (1 + k), resolved.max_num_batched_tokens)),
-        draft_micros(worker, rows),
-        worker.traits.passes,
-    )
+    target = target_micros(worker, min(rows * (1 + k), resolved.max_num_batched_tokens))
+    drafts = draft_micros(worker, rows)
+    if worker.script is not None:
+        worker.script.surveying = False
+    if worker.traits is None:  # a rank that follows one that drafts
+        return make_draft_length(None)
+    costs = CostCurve.measured(rows, k, target, drafts, worker.traits.passes)
     return make_draft_length(speculation, costs)

@@ -147,20 +147,21 @@ class FleetCore:
         """How many samples `submit` would take now, over all replicas."""
         return max(0, places(self.resolved) - len(self._tally.live))
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Takes all of them or none; each goes to a replica of its own choice. Raises `Refused`
-        if the queues are full, `EngineDead` after a failure."""
+    def submit(self, requests: Sequence[Request], replica: int | None = None) -> None:
+        """Takes all of them or none; each goes where the router sends it, or to ``replica``.
+        Raises `Refused` if the queues are full, `EngineDead` after a failure."""
         if self._broken is not None or self._closed:
             raise EngineDead(str(self._broken or "the engine was closed"))
         if len(requests) > self.room:
             limit = self.resolved.config.server.max_num_queued_reqs
             raise Refused(f"the queue is full: max_num_queued_reqs={limit}")
         for request in requests:
-            replica = self._router.place(
-                request.number, request.prompt_token_ids, request.max_tokens
+            able = [replica in (None, index) for index in range(self.mesh.dp)]
+            chosen = self._router.place(
+                request.number, request.prompt_token_ids, request.max_tokens, able
             )
-            self._tally.begin(request, replica)
-            leader = self.mesh.leaders[replica]
+            self._tally.begin(request, chosen)
+            leader = self.mesh.leaders[chosen]
             self._expect(leader)
             self._tell(leader, Submit(requests=(request,)))
 
@@ -323,6 +324,7 @@ class FleetCore:
             concerned,
             self.ranks.ring,
             self._last_steps,
+            self.mesh,
         )
         self._broken = error
         self.ranks.kill()

@@ -45,11 +45,13 @@ from drumline.lockstep.conductor import (
 )
 from drumline.lockstep.decide import Rules
 from drumline.lockstep.follower import Shipper
-from drumline.lockstep.mutants import Mutant, MutantConductor
+from drumline.lockstep.mutants import GateWatch, Mutant, MutantConductor
 from drumline.parallel.groups import RankComms
+from drumline.scheduler.draft_length import DraftLength
 from drumline.worker.worker import Worker
 
 EXIT_ORPHANED = 3
+_Wrapped = MutantConductor | GateWatch
 
 
 def allowed(deadlines: Deadlines, plan: StepPlan) -> float:
@@ -69,6 +71,7 @@ class LeaderLoop:
         comms: RankComms,
         opened: Opened,
         worker: Worker,
+        length: DraftLength,
         deadlines: Deadlines,
     ) -> None:
         self.link = ends.link
@@ -89,7 +92,9 @@ class LeaderLoop:
             alone=comms.agreement is None,
         )
         facts = gather_facts(opened, deadlines.token_seconds, 0.0)
-        self.core = EngineCore(opened.resolved, worker, opened.tokenizer(), facts, agreement)
+        self.core = EngineCore(
+            opened.resolved, worker, opened.tokenizer(), facts, length, agreement
+        )
         self._owes_pause = False
 
     def _conductor(self, birth: Birth, opened: Opened, worker: Worker) -> Conductor:
@@ -107,10 +112,11 @@ class LeaderLoop:
             deadlines=self.deadlines,
         )
         mutants = [Mutant(name) for name in birth.trial.mutants]
-        if not mutants:
-            return inner
-        reach = None if worker.traits is None else worker.traits.positions_max
-        return MutantConductor(inner, mutants, reach or resolved.max_model_len)
+        own = None if worker.traits is None else worker.traits.positions_max
+        reach = own or resolved.max_model_len
+        if mutants:
+            return MutantConductor(inner, mutants, reach)
+        return GateWatch(inner, reach) if birth.trial.watch_gate else inner
 
     def run(self) -> None:
         """Until told to stop. Raises what ends the group."""
@@ -184,11 +190,13 @@ class LeaderLoop:
 
     def _told(self) -> Told:
         core, conductor = self.core, self.conductor
-        inner = conductor.inner if isinstance(conductor, MutantConductor) else conductor
+        inner = conductor.inner if isinstance(conductor, _Wrapped) else conductor
+        failures = conductor.failures if isinstance(conductor, GateWatch) else ()
         return Told(
             steps=core.counters.steps,
             preemptions=core.counters.preemptions,
             speculation=core.speculation,
             draft_lengths=core.draft_lengths,
             exchanges=inner.exchange_count if isinstance(inner, GroupConductor) else 0,
+            gate_failures=tuple(failures),
         )

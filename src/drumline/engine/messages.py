@@ -100,9 +100,10 @@ class Handle(msgspec.Struct, frozen=True):
 class Trial(msgspec.Struct, frozen=True):
     """What tests and ``bench hang`` switch on, and nobody else: old decisions by the names of
     `lockstep.mutants`, and exceptions as (rank, step, phase); phase ``load`` is a stop before
-    anything is loaded."""
+    anything is loaded. ``watch_gate``: count steps in which the old gate would have skipped."""
 
     mutants: tuple[str, ...] = ()
+    watch_gate: bool = False
     faults: tuple[tuple[int, int, str], ...] = ()
 
 
@@ -174,6 +175,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     speculation: SpeculationStats
     draft_lengths: dict[int, int]
     exchanges: int
+    gate_failures: tuple[int, ...] = ()  # steps, where a trial watches the old gate
 
 
 class Trouble(msgspec.Struct, frozen=True, tag=True):

@@ -24,6 +24,7 @@ from drumline.core.errors import Diverged, GroupEnded, RankLost, UsageError
 from drumline.core.ledger import Ledger
 from drumline.core.plan import StepPlan
 from drumline.engine.channels import SocketPlanSource
+from drumline.engine.core import measured_draft_length
 from drumline.engine.ends import Ends, config_digest
 from drumline.engine.leader import LeaderLoop, allowed
 from drumline.engine.messages import Begin, Birth, Serve, Standby, Trouble, Warm
@@ -86,11 +87,13 @@ def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
     if worker.script is not None:
         survey(worker, worker.script)
     ledger.enter("warmup")
-    ends.link.send(Warm(token_seconds=warm_up(worker)))
+    seconds = warm_up(worker)
+    length = measured_draft_length(resolved, worker)
+    ends.link.send(Warm(token_seconds=seconds))
     token_seconds = _await(ends, Serve).token_seconds
     deadlines = Deadlines(runtime.step_timeout_seconds, ALLOWANCE * token_seconds)
     if resolved.mesh.leads(rank):
-        LeaderLoop(birth, ends, ledger, comms, opened, worker, deadlines).run()
+        LeaderLoop(birth, ends, ledger, comms, opened, worker, length, deadlines).run()
     else:
         _follow(ends, worker, ledger, comms, deadlines)
     comms.close()

@@ -172,9 +172,12 @@ class Ranks:
                 case Died(rank, code):
                     self.died[rank] = code
 
-    def ring(self, rank: int) -> Ring:
-        """What the rank's ledger holds, whatever became of the rank."""
-        return parse_ring(os.pread(self._ledgers[rank], size_of(CAPACITY), 0))
+    def ring(self, rank: int) -> Ring | None:
+        """What the rank's ledger holds, whatever became of the rank; None if it has none yet."""
+        try:
+            return parse_ring(os.pread(self._ledgers[rank], size_of(CAPACITY), 0))
+        except ValueError:
+            return None
 
     # ---- ending --------------------------------------------------------------------------
 

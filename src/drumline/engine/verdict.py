@@ -9,9 +9,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 
+from drumline.config.mesh import Mesh
 from drumline.core.errors import Diverged, DrumlineError, EngineDead, RankLost, UsageError
 from drumline.core.ledger import Ring
 from drumline.engine.messages import Trouble
+from drumline.engine.rings import first_difference
 
 _ORDER = ("usage", "own", "differs", "lost", "told")
 
@@ -23,6 +25,7 @@ def verdict(
     silent: tuple[int, ...],
     ring: Callable[[int], Ring | None],
     last_steps: Mapping[int, int],
+    mesh: Mesh,
 ) -> DrumlineError:
     """``troubles``: last words by rank. ``died``: exit codes. ``silent``: ranks that live and say
     nothing though they were told to end. ``last_steps``: the last step that a rank told of."""
@@ -33,10 +36,14 @@ def verdict(
     if first is not None and first.kind == "own":
         return _lost(first.rank, first.message, ring, last_steps, first)
     for rank, code in sorted(died.items()):
-        if rank not in troubles:
+        if code and rank not in troubles:  # who left in order, followed somebody who did not
             return _lost(rank, ending(processes.get(rank), code), ring, last_steps)
     if first is not None and first.kind == "differs":
         return Diverged(first.what, first.values, first.step)
+    rings = {rank: found for rank in mesh.ranks if (found := ring(rank)) is not None}
+    difference = first_difference(mesh, rings)
+    if difference is not None:
+        return difference
     lost = next((word for _, word in spoken if word.kind == "lost"), None)
     if silent:
         reason = "does not answer" if lost is None else lost.message

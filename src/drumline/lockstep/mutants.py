@@ -110,3 +110,35 @@ class MutantConductor:
             own = padded(proposal.token_count, plan.mode, rules.buckets)
             plan = replace(plan, target_size=own)
         return plan
+
+
+class GateWatch:
+    """A leader of an agreement group that only watches: ``failures`` holds the steps with drafts
+    to make in which the old gate of `input_fits_in_drafter` would have skipped the drafter."""
+
+    def __init__(self, inner: GroupConductor, drafter_max_model_len: int) -> None:
+        self.inner = inner
+        self.failures: list[int] = []
+        self._drafter_max_model_len = drafter_max_model_len
+
+    @property
+    def stop_agreed(self) -> bool:
+        return self.inner.stop_agreed
+
+    @property
+    def next_step(self) -> int:
+        return self.inner.next_step
+
+    @property
+    def epoch(self) -> int:
+        return self.inner.epoch
+
+    def seal(self, proposal: StepProposal, standing: Standing = WORKING) -> Sealed:
+        sealed = self.inner.seal(proposal, standing)
+        if isinstance(sealed, StepPlan) and sealed.draft_k:
+            fits = input_fits_in_drafter(
+                sealed.rows, sealed.verify_width - 1, sealed.draft_k, self._drafter_max_model_len
+            )
+            if not fits:
+                self.failures.append(sealed.step)
+        return sealed

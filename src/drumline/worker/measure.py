@@ -38,17 +38,23 @@ def target_micros(worker: Worker, tokens_max: int) -> dict[int, int]:
 
 
 def draft_micros(worker: Worker, rows_max: int) -> dict[int, int]:
-    """Microseconds of one draft pass, by the number of rows; nothing if there are none."""
+    """Microseconds of one draft pass, by the number of rows; nothing if there are none. Where ranks
+    share passes all measure at the same time, those too that leave drafting to another."""
     speculator = worker.speculator
-    if speculator is None or not speculator.traits.passes(1):
+    if speculator is not None and not speculator.traits.passes(1):
+        speculator = None
+    if speculator is None and worker.script is None:
         return {}
     found = {}
     block_size = worker.cache.block_size
     for size in _sizes(worker, rows_max):
         output = _target_pass(worker, size)
+        if speculator is None:
+            continue
         found[size] = _fastest(partial(_draft_pass, speculator, block_size, size, output))
     for number in range(1, rows_max + 1):
-        speculator.drafter.forget(-number)
+        if speculator is not None:
+            speculator.drafter.forget(-number)
     return found
 
 
@@ -98,6 +104,7 @@ def _draft_pass(speculator: Speculator, block_size: int, size: int, output: Mode
         )
         for index in range(size)
     ]
-    speculator.ledger.begin(pass_sizes(speculator.traits, [(1, True)] * size, 1))
+    sizes = pass_sizes(speculator.traits, [(1, True)] * size, 1)
+    speculator.ledger.begin(sizes, exact=bool(speculator.traits.groups))
     with torch.inference_mode():
         speculator.drafter.propose(rows, output, 1)
