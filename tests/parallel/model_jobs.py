@@ -10,10 +10,10 @@ from torch import Tensor
 from drumline.models.checkpoint import open_checkpoint
 from drumline.models.registry import model_module
 from drumline.models.sharding import ShardedTensors, Share, shard_config
-from drumline.models.traits import Spans, model_traits
 from drumline.ops import load_ops
 from drumline.ops.base import PagedBatch
 from drumline.ops.sharded import ShardedOps
+from parallel.told import Spans, model_traits
 
 State = dict[str, Any]
 BLOCK = 4

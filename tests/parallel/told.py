@@ -1,7 +1,7 @@
-"""What a pass of a model issues to the other ranks, told before any rank computes.
+"""What a pass of a model issues to the other ranks, said from its configuration alone.
 
-The script of a step is made of it, and every rank's ledger is compared with the script. It says
-in words what `drumline.ops.sharded` does; a test holds the two together on real ranks.
+The engine learns it by looking (`drumline.worker.survey`); this is the other opinion, from reading
+what `drumline.ops.sharded` does, and ledgers of real ranks are held to it.
 """
 
 from __future__ import annotations
