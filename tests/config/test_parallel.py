@@ -17,7 +17,6 @@ from drumline.config import (
     startup_table,
 )
 from drumline.config.mesh import Mesh
-from drumline.config.resolve_parallel import refuse_several_ranks
 from drumline.core.errors import ConfigError
 
 GIB = 2**30
@@ -153,14 +152,3 @@ def test_ranks_configured_otherwise_have_other_digests() -> None:
     assert len(digests) == len(asked)
     rows = {name: value for name, value, _ in startup_table(run(data_parallel_size=2))}
     assert rows["data_parallel_size"] == "2"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("data_parallel_size", 2), ("tensor_parallel_size", 4), ("enable_expert_parallel", True)],
-)
-def test_the_engines_door(name: str, value: Any) -> None:
-    refuse_several_ranks(EngineConfig())
-    with pytest.raises(ConfigError, match="not supported yet") as caught:
-        refuse_several_ranks(EngineConfig.from_kwargs(**{name: value}))
-    assert (caught.value.field, caught.value.value) == (name, value)

@@ -135,7 +135,7 @@ def test_empty_chats_are_refused(llm: LLM) -> None:
         ({"max_num_seq": 5}, "did you mean max_num_seqs"),
         ({"max_num_seqs": "many"}, "max_num_seqs"),
         ({"max_model_len": 10**6}, "max_model_len"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"tensor_parallel_size": 5}, "tensor_parallel_size=5: .* allowed: 1, 2"),
         ({"block_size": 3}, "power of two"),
         ({"gpu_memory_utilization": 0.9}, "kv_cache_memory_bytes"),
     ],

@@ -1,6 +1,6 @@
 """The parallel part of `resolve`: which mesh runs, and what a rank of it may take of the machine.
 
-Pure, like the whole pass; called by `resolve` and by nobody else but for `refuse_several_ranks`.
+Pure, like the whole pass; called by `resolve` and by nobody else.
 All ranks are taken to share one machine, so its free memory and its cores are divided by them.
 """
 
@@ -13,17 +13,6 @@ from drumline.config.mesh import Mesh
 from drumline.config.notes import Notes
 from drumline.config.speculative import PREFIX, SpeculativeConfig
 from drumline.core.errors import ConfigError
-
-
-def refuse_several_ranks(asked: EngineConfig) -> None:
-    """The engine's door, until it serves more than one rank: whoever loads an engine asks here.
-    What several ranks would mean is resolved and tested all the same."""
-    for name in ("data_parallel_size", "tensor_parallel_size"):
-        if asked.get(name) > 1:
-            raise ConfigError(name, asked.get(name), "not supported yet; this release runs 1 rank")
-    if asked.parallel.enable_expert_parallel:
-        problem = "not supported yet; this release computes every expert on its one rank"
-        raise ConfigError("enable_expert_parallel", True, problem)
 
 
 def resolve_mesh(asked: EngineConfig, model: ModelFacts, notes: Notes) -> Mesh:

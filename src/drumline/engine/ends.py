@@ -1,4 +1,4 @@
-"""What a rank is born with: its descriptors by their meaning, and the identity it tells others.
+"""What a rank is born with: its descriptors, by their meaning.
 
 Pure bookkeeping; it opens no model and takes no step.
 """
@@ -8,19 +8,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
-import msgspec
-
-from drumline.config import Resolved
 from drumline.config.mesh import GROUP_KINDS
 from drumline.engine.messages import Birth, ToRank, decode_to_rank
 from drumline.engine.pipes import Pipe
 from drumline.parallel.groups import Group
 from drumline.parallel.shm import Segment
-
-# May differ between ranks that compute the same: how much memory and how many threads a host has.
-LOCAL_FIELDS = ("model", "threads", "kv_cache_memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -52,17 +45,6 @@ class Ends:
         return cls(link, ledger, segments, tuple(sockets["wake"].values()), sockets["plan"])
 
 
-def config_digest(resolved: Resolved) -> str:
-    """Of everything that ranks must have been configured alike, in hexadecimal."""
-    flat = {
-        name: value
-        for name, value in resolved.config.flat().items()
-        if name not in LOCAL_FIELDS and name not in resolved.config.server_fields()
-    }
-    said = msgspec.json.encode((sorted(flat.items()), resolved.model, resolved.mesh))
-    return blake2b(said, digest_size=8).hexdigest()
-
-
 def digest_number(digest: str) -> int:
     """The digest as 63 bits, for a `StepShape`."""
-    return int(digest, 16) & (2**63 - 1)
+    return int(digest[:16], 16) & (2**63 - 1)

@@ -10,13 +10,14 @@ import os
 import select
 from functools import partial
 
+from drumline.config.report import config_digest
 from drumline.core.errors import Refused, RequestError
 from drumline.core.ledger import Ledger
 from drumline.core.plan import StepPlan
 from drumline.core.request import FinishReason, Request
 from drumline.engine.channels import SocketPlans, SocketWakes
 from drumline.engine.core import Agreement, EngineCore, Nobody
-from drumline.engine.ends import Ends, config_digest, digest_number
+from drumline.engine.ends import Ends, digest_number
 from drumline.engine.facts import gather_facts
 from drumline.engine.messages import (
     Ask,

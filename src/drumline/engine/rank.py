@@ -19,13 +19,14 @@ from typing import TypeVar
 
 import torch
 
+from drumline.config.report import config_digest
 from drumline.core.cpu import native_paths
 from drumline.core.errors import Diverged, GroupEnded, RankLost, UsageError
 from drumline.core.ledger import Ledger
 from drumline.core.plan import StepPlan
 from drumline.engine.channels import SocketPlanSource
 from drumline.engine.core import measured_draft_length
-from drumline.engine.ends import Ends, config_digest
+from drumline.engine.ends import Ends
 from drumline.engine.leader import LeaderLoop, allowed
 from drumline.engine.messages import Begin, Birth, Serve, Standby, Trouble, Warm
 from drumline.engine.opening import Opened
