@@ -4,6 +4,8 @@
 # make bench   the measurements that the documentation states
 # make matrix  every drafter in every circumstance, bit for bit (docs/matrix.md); goes on where it
 #              stopped, MATRIX_ARGS="--minutes 20" stops it
+# make fuzz-native   the native code under address and undefined-behaviour sanitizers, with random
+#              shapes and numbers; FUZZ_ARGS="SECONDS SEED", a minute without
 #
 # Nothing outside .venv and the model cache is touched. A second call does no set-up work.
 
@@ -23,7 +25,7 @@ BIN    := $(VENV)/bin
 INPUTS := pyproject.toml constraints-cpu.txt CMakeLists.txt $(wildcard native/*)
 PIP    := $(BIN)/python -m pip install --quiet -c constraints-cpu.txt
 
-.PHONY: demo test lint bench matrix install clean
+.PHONY: demo test lint bench matrix fuzz-native install clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.drumline
@@ -44,6 +46,11 @@ bench: $(VENV)/.drumline
 
 matrix: $(VENV)/.drumline-test
 	@PYTHONPATH=tests $(BIN)/python tests/matrix.py $(MATRIX_ARGS)
+
+fuzz-native:
+	@cmake -S native/fuzz -B build/fuzz >/dev/null
+	@cmake --build build/fuzz --parallel $(CMAKE_BUILD_PARALLEL_LEVEL) >/dev/null
+	@build/fuzz/fuzz_native $(FUZZ_ARGS)
 
 install: $(VENV)/.drumline
 
