@@ -11,7 +11,7 @@ import select
 from functools import partial
 
 from drumline.config.report import config_digest
-from drumline.core.errors import Refused, RequestError
+from drumline.core.errors import EngineError, Refused, RequestError
 from drumline.core.ledger import Ledger
 from drumline.core.plan import StepPlan
 from drumline.core.request import FinishReason, Request
@@ -37,7 +37,6 @@ from drumline.engine.messages import (
 from drumline.engine.opening import Opened
 from drumline.engine.outputs import OutputDelta
 from drumline.fleet.leader import Life
-from drumline.fleet.replica import no_trouble
 from drumline.lockstep.conductor import (
     Conductor,
     Deadlines,
@@ -75,6 +74,12 @@ class LeaderLoop:
         length: DraftLength,
         deadlines: Deadlines,
     ) -> None:
+        faults = [
+            step
+            for rank, step, place in birth.trial.faults
+            if place == "agree" and rank == birth.rank
+        ]
+        self._fault = faults[0] if faults else None
         self.link = ends.link
         self.ledger = ledger
         self.comms = comms
@@ -88,7 +93,7 @@ class LeaderLoop:
         agreement = Agreement(
             self.conductor,
             self.wakes,
-            trouble=no_trouble if self.shipper is None else self.shipper.settle,
+            trouble=self._trouble,
             before=self._before,
             alone=comms.agreement is None,
         )
@@ -148,6 +153,12 @@ class LeaderLoop:
     def _send(self, deltas: list[OutputDelta]) -> None:
         if deltas:
             self.link.send(Deltas(deltas=tuple(deltas), step=self.conductor.next_step - 1))
+
+    def _trouble(self) -> EngineError | None:
+        """Why this replica cannot take another step."""
+        if self._fault == self.conductor.next_step:
+            return EngineError("injected before the exchange")
+        return None if self.shipper is None else self.shipper.settle()
 
     def _before(self, plan: StepPlan) -> None:
         """A sealed plan, about to be executed."""

@@ -98,9 +98,12 @@ class Handle(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What tests and ``bench hang`` switch on, and nobody else: old decisions by the names of
-    `lockstep.mutants`, and exceptions as (rank, step, phase); phase ``load`` is a stop before
-    anything is loaded. ``watch_gate``: count steps in which the old gate would have skipped."""
+    """What tests and ``bench hang`` switch on, and nobody else.
+
+    ``mutants``: old decisions by the names of `lockstep.mutants`. ``watch_gate``: count steps in
+    which the old gate would have skipped. ``faults``: exceptions as (rank, step, place), with places
+    ``agree``, ``draft 0`` and so on, and ``end``; ``load`` is a stop before anything is loaded.
+    """
 
     mutants: tuple[str, ...] = ()
     watch_gate: bool = False

@@ -87,6 +87,8 @@ def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
     ledger.begin(0, 0)
     if worker.script is not None:
         survey(worker, worker.script)
+        own = (fault for fault in birth.trial.faults if fault[0] == rank)
+        worker.script.faults = frozenset((step, place) for _, step, place in own)
     ledger.enter("warmup")
     seconds = warm_up(worker)
     length = measured_draft_length(resolved, worker)

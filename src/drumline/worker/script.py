@@ -32,6 +32,7 @@ class StepScript:
     model: ModelTraits = field(default_factory=ModelTraits)
     drafter: DrafterTraits | None = None
     surveying: bool = False
+    faults: frozenset[tuple[int, str]] = frozenset()  # (step, place) where a trial breaks this rank
     _plan: StepPlan | None = None
     _passes: tuple[Pass, ...] = ()
     _index: int = -1
@@ -62,10 +63,12 @@ class StepScript:
         if not self.surveying:
             self._leave()
             self._enter()
+            self._break_at(f"draft {self._now.part}")
 
     def end(self) -> None:
         """The last pass is over, and the step."""
         self._leave()
+        self._break_at("end")
         assert self._index == len(self._passes) - 1, "a pass was not made"
         self._index = -1
         self.ledger.end()
@@ -84,6 +87,10 @@ class StepScript:
         self._told = True
         told: list[list[int]] = self.tp.broadcast(table, 0).tolist()
         return [[token for token in row if token != NONE] for row in told]
+
+    def _break_at(self, place: str) -> None:
+        if (self.ledger.step, place) in self.faults:
+            raise RuntimeError(f"injected at {place}")
 
     def _enter(self) -> None:
         self._index += 1
