@@ -4,6 +4,7 @@
 # make bench   the measurements that the documentation states
 # make matrix  every drafter in every circumstance, bit for bit (docs/matrix.md); goes on where it
 #              stopped, MATRIX_ARGS="--minutes 20" stops it
+# make cycles  engines of several ranks, begun and ended 50 times, half of them killed
 # make fuzz-native   the native code under address and undefined-behaviour sanitizers, with random
 #              shapes and numbers; FUZZ_ARGS="SECONDS SEED", a minute without
 #
@@ -25,7 +26,7 @@ BIN    := $(VENV)/bin
 INPUTS := pyproject.toml constraints-cpu.txt CMakeLists.txt $(wildcard native/*)
 PIP    := $(BIN)/python -m pip install --quiet -c constraints-cpu.txt
 
-.PHONY: demo test lint bench matrix fuzz-native install clean
+.PHONY: demo test lint bench matrix cycles fuzz-native install clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.drumline
@@ -46,6 +47,9 @@ bench: $(VENV)/.drumline
 
 matrix: $(VENV)/.drumline-test
 	@PYTHONPATH=tests $(BIN)/python tests/matrix.py $(MATRIX_ARGS)
+
+cycles: $(VENV)/.drumline-test
+	@CYCLES=50 $(BIN)/python -m pytest -q tests/parallel_engine/test_faults.py -k cycles
 
 fuzz-native:
 	@cmake -S native/fuzz -B build/fuzz >/dev/null

@@ -101,8 +101,8 @@ class Trial(msgspec.Struct, frozen=True):
     """What tests and ``bench hang`` switch on, and nobody else.
 
     ``mutants``: old decisions by the names of `lockstep.mutants`. ``watch_gate``: count steps in
-    which the old gate would have skipped. ``faults``: exceptions as (rank, step, place), with places
-    ``agree``, ``draft 0`` and so on, and ``end``; ``load`` is a stop before anything is loaded.
+    which the old gate would have skipped. ``faults``: exceptions as (rank, step, place); places are
+    ``agree``, ``draft 0`` and so on, ``end``; ``load`` is a stop before anything is loaded.
     """
 
     mutants: tuple[str, ...] = ()
