@@ -101,23 +101,27 @@ class Trial(msgspec.Struct, frozen=True):
     """What tests and ``bench hang`` switch on, and nobody else.
 
     ``mutants``: old decisions by the names of `lockstep.mutants`. ``watch_gate``: count steps in
-    which the old gate would have skipped. ``faults``: exceptions as (rank, step, place); places are
+    which the old gate would have skipped. ``gloo``: ranks of one host meet over torch.distributed
+    although they could share memory. ``faults``: exceptions as (rank, step, place); places are
     ``agree``, ``draft 0`` and so on, ``end``; ``load`` is a stop before anything is loaded.
     """
 
     mutants: tuple[str, ...] = ()
     watch_gate: bool = False
+    gloo: bool = False
     faults: tuple[tuple[int, int, str], ...] = ()
 
 
 class Birth(msgspec.Struct, frozen=True, tag=True):
-    """To the nursery: a rank to bring up, with its descriptors beside the message."""
+    """To the nursery: a rank to bring up, with its descriptors beside the message. ``meeting``:
+    address and port where ranks meet over torch.distributed, if they do not share memory."""
 
     rank: int
     path: str
     resolved: Resolved
     handles: tuple[Handle, ...]
     trial: Trial = Trial()
+    meeting: tuple[str, int] | None = None
 
 
 class Born(msgspec.Struct, frozen=True, tag=True):

@@ -35,7 +35,8 @@ from drumline.lockstep.conductor import Deadlines
 from drumline.lockstep.follower import Follower
 from drumline.lockstep.forming import Introduction
 from drumline.models.checkpoint import open_checkpoint
-from drumline.parallel.groups import RankComms, connect_shm
+from drumline.parallel import gloo
+from drumline.parallel.groups import RankComms, connect_gloo, connect_shm
 from drumline.parallel.shm import raise_abort
 from drumline.worker.load import load_worker, warm_up
 from drumline.worker.survey import survey
@@ -69,14 +70,7 @@ def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
     runtime = resolved.config.runtime
     if (rank, -1, "load") in birth.trial.faults:
         os.kill(os.getpid(), signal.SIGSTOP)  # a rank that does not come up
-    comms = connect_shm(
-        resolved.mesh,
-        rank,
-        ends.segments,
-        ledger,
-        seconds=runtime.startup_timeout_seconds,
-        watch_fd=ends.link.fileno(),
-    )
+    comms = _connect(birth, ends, ledger)
     checkpoint = open_checkpoint(birth.path, resolved.config.model.quantization)
     opened = Opened(Path(birth.path), checkpoint, resolved)
     worker = load_worker(resolved, opened.checkpoint, comms, ledger)
@@ -100,6 +94,17 @@ def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
     else:
         _follow(ends, worker, ledger, comms, deadlines)
     comms.close()
+
+
+def _connect(birth: Birth, ends: Ends, ledger: Ledger) -> RankComms:
+    """The groups this rank is in: over memory that was handed over, or wherever ranks meet."""
+    mesh, rank = birth.resolved.mesh, birth.rank
+    seconds = birth.resolved.config.runtime.startup_timeout_seconds
+    if birth.meeting is not None:
+        gloo.join(*birth.meeting, rank, mesh.size, seconds)
+        return connect_gloo(mesh, rank, ledger, seconds=seconds)
+    watch = ends.link.fileno()
+    return connect_shm(mesh, rank, ends.segments, ledger, seconds=seconds, watch_fd=watch)
 
 
 def _follow(

@@ -32,10 +32,18 @@ from drumline.engine.messages import (
 from drumline.engine.nursery import MESSAGE_BYTES
 from drumline.engine.opening import Opened
 from drumline.engine.pipes import Pipe
-from drumline.parallel.groups import create_segments, segments_of
-from drumline.parallel.shm import Segment, raise_abort
+from drumline.parallel.groups import Group, create_segments, segments_of
+from drumline.parallel.shm import Segment, available, raise_abort
 
 NURSERY_SECONDS = 5.0  # for the nursery to take a message, and to leave
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Nursery:
@@ -91,8 +99,13 @@ class Ranks:
             raise
 
     def _bear(self, opened: Opened, trial: Trial) -> None:
-        segments = create_segments(self.mesh)
-        self._segments = list(segments.values())
+        meeting = None
+        segments: dict[Group, Segment] = {}
+        if trial.gloo or not available():
+            meeting = ("127.0.0.1", free_port())
+        else:
+            segments = create_segments(self.mesh)
+            self._segments = list(segments.values())
         handed: list[list[tuple[Handle, int | socket.socket]]] = [[] for _ in self.mesh.ranks]
         for rank in self.mesh.ranks:
             ours, theirs = socket.socketpair()
@@ -111,7 +124,7 @@ class Ranks:
         self._end.settimeout(NURSERY_SECONDS)
         for rank, given in enumerate(handed):
             handles = tuple(handle for handle, _ in given)
-            birth = Birth(rank, str(opened.path), opened.resolved, handles, trial)
+            birth = Birth(rank, str(opened.path), opened.resolved, handles, trial, meeting)
             ends = [end for _, end in given]
             numbers = [end if isinstance(end, int) else end.fileno() for end in ends]
             socket.send_fds(self._end, [encode(birth)], numbers)
