@@ -11,6 +11,7 @@ from typing import Any
 
 from drumline.config import EngineConfig
 from drumline.core.errors import EngineError
+from drumline.core.ledger import Record
 from drumline.core.params import SamplingParams
 from drumline.engine.facts import make_intake
 from drumline.engine.fleet_core import NO_TRIAL, FleetCore
@@ -148,3 +149,62 @@ def until(ready: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
 
 def shared_names() -> set[str]:
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def logs(core: FleetCore, group: str, ranks: range | tuple[int, ...]) -> list[list[Any]]:
+    """What each rank issued over a group since it began to serve, in order."""
+
+    def what(record: Record) -> Any:
+        entry = record.entry
+        place = (entry.phase, entry.part, entry.operation, entry.shape, entry.dtype)
+        return (record.step, *place)
+
+    found = []
+    for rank in ranks:
+        ring = core.ranks.ring(rank)
+        assert ring is not None
+        own = [one for one in ring.records if one.entry.group == group and one.completed]
+        found.append([what(one) for one in own])
+    return found
+
+
+def check_logs(core: FleetCore) -> None:
+    """Every group's members issued the same, step by step; nothing runs and no block is held."""
+    core.pause()
+    told = core.told()
+    mesh = core.mesh
+    groups: list[tuple[str, tuple[int, ...]]] = [("tp", mesh.replica(one)) for one in mesh.leaders]
+    if mesh.expert_parallel:
+        groups.append(("ep", tuple(mesh.ranks)))
+    if mesh.agrees:
+        groups.append(("agreement", mesh.leaders))
+        assert len({one.exchanges for one in told.values()}) == 1
+        assert len({one.steps for one in told.values()}) == 1
+    for group, members in groups:
+        found = logs(core, group, members)
+        assert all(log == found[0] for log in found), f"logs over {group} differ"
+    core.resume()
+    load = core.load_now()
+    assert (load.running, load.waiting, load.kv_usage) == (0, 0, 0.0)
+
+
+def sizes(core: FleetCore, rank: int = 0) -> dict[int, dict[str, int]]:
+    """Per step, the tokens that each pass with experts was padded to, by its place."""
+    found: dict[int, dict[str, int]] = {}
+    (log,) = logs(core, "ep", (rank,))
+    for step, phase, part, operation, shape, _ in log:
+        if operation == "all_gather" and phase != "warmup":
+            found.setdefault(step, {})[f"{phase} {part}"] = shape[0]
+    return found
+
+
+def placed(core: FleetCore, jobs: Sequence[tuple[int, Job]]) -> list[CompletionOutput]:
+    """Runs jobs, each on the replica that it names, all from the same step on."""
+    made = submissions(core, [job for _, job in jobs])
+    records = [RequestRecord.of(one) for one in made]
+    core.pause()
+    for (replica, _), one in zip(jobs, made, strict=True):
+        core.submit(one.requests, replica)
+    core.resume()
+    drive(core, records)
+    return [record.output().outputs[0] for record in records]

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from drumline.core.errors import ConfigError
-from drumline.core.ledger import Record
 from drumline.engine.core import EngineCore
 from drumline.engine.fleet_core import FleetCore
 from drumline.models import tiny_drafts
 from engine.covering import covering_array
-from parallel_engine.fleet import Fleets, Job, bits, config, run
+from parallel_engine.fleet import Fleets, Job, bits, config, logs, run
 
 TinyPath = Callable[..., Path]
 K = 3
@@ -65,23 +64,6 @@ def speculation(moe: Path, method: str, length: str = "static") -> dict[str, Any
     elif length == "adaptive":
         asked["draft_length"] = "adaptive"
     return {"speculative_config": json.dumps(asked)}
-
-
-def logs(core: FleetCore, group: str, ranks: range | tuple[int, ...]) -> list[list[Any]]:
-    """What each rank issued over a group since it began to serve, in order."""
-
-    def what(record: Record) -> Any:
-        entry = record.entry
-        place = (entry.phase, entry.part, entry.operation, entry.shape, entry.dtype)
-        return (record.step, *place)
-
-    found = []
-    for rank in ranks:
-        ring = core.ranks.ring(rank)
-        assert ring is not None
-        own = [one for one in ring.records if one.entry.group == group and one.completed]
-        found.append([what(one) for one in own])
-    return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))

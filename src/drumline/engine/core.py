@@ -99,13 +99,14 @@ class EngineCore:
         facts: EngineFacts,
         draft_length: DraftLength,
         agreement: Agreement | None = None,
+        make_scheduler: Callable[..., Scheduler] = Scheduler,
     ) -> None:
         self.resolved = resolved
         self.tokenizer = tokenizer
         self.facts = facts
         self.counters = Counters()
         self.pool = BlockPool(resolved.num_kv_blocks, resolved.block_size)
-        self.scheduler = Scheduler(
+        self.scheduler = make_scheduler(
             scheduler_settings(resolved, worker.traits),
             self.pool,
             draft_length,

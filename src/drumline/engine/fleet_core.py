@@ -7,6 +7,7 @@ themselves is theirs. It holds no weights and computes nothing.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Sequence
@@ -52,9 +53,10 @@ from drumline.engine.ranks import Nursery, Ranks
 from drumline.engine.tally import Tally, draft_lengths, summed
 from drumline.engine.verdict import verdict
 from drumline.fleet.router import Router
-from drumline.lockstep.forming import form
+from drumline.lockstep.forming import Formed, form
 from drumline.models.tokenizer import Tokenizer
 
+LOG = logging.getLogger("drumline.engine")
 LOOK_SECONDS = 0.1  # the longest that `step` waits for something to happen
 GRACE_SECONDS = 0.5  # for ranks to say why they end, after the first did
 STOP_SECONDS = 10.0
@@ -75,6 +77,7 @@ class FleetCore:
         self.tokenizer = tokenizer
         self.ranks = ranks
         self.mesh = opened.resolved.mesh
+        self.formed: Formed | None = None  # what the ranks settled when they began
         self.also: tuple[int, ...] = ()  # descriptors that end a wait in `step`
         self._router = Router(self.mesh.dp)
         self._tally = Tally()
@@ -112,7 +115,7 @@ class FleetCore:
     def _begin(self, deadline: float, opened: Opened, began: float) -> None:
         everybody = self.mesh.ranks
         standing = self._gather(Standby, everybody, deadline, "has not loaded")
-        formed = form(self.mesh, [standing[rank].introduction for rank in everybody])
+        self.formed = formed = form(self.mesh, [standing[rank].introduction for rank in everybody])
         for rank in everybody:
             blocks = formed.kv_blocks[self.mesh.place(rank).dp_index]
             self._tell(rank, Begin(kv_blocks=blocks))
@@ -124,7 +127,11 @@ class FleetCore:
             self._tell(leader, Ping())
         self._gather(Pong, self.mesh.leaders, deadline, "does not serve")
         self._serving = True
-        self.facts = gather_facts(opened, token_seconds, time.monotonic() - began)
+        least = replace(opened.resolved, num_kv_blocks=min(formed.kv_blocks))
+        seconds = time.monotonic() - began
+        self.facts = gather_facts(replace(opened, resolved=least), token_seconds, seconds)
+        if len(set(formed.capacities)) > 1:
+            LOG.info("%s", formed.table())
 
     # ---- requests ------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from drumline.engine.messages import (
 )
 from drumline.engine.opening import Opened
 from drumline.engine.outputs import OutputDelta
+from drumline.engine.trial import HeldScheduler
 from drumline.fleet.leader import Life
 from drumline.lockstep.conductor import (
     Conductor,
@@ -47,6 +48,7 @@ from drumline.lockstep.decide import Rules
 from drumline.lockstep.follower import Shipper
 from drumline.lockstep.mutants import GateWatch, Mutant, MutantConductor
 from drumline.parallel.groups import RankComms
+from drumline.scheduler import Scheduler
 from drumline.scheduler.draft_length import DraftLength
 from drumline.worker.worker import Worker
 
@@ -98,8 +100,15 @@ class LeaderLoop:
             alone=comms.agreement is None,
         )
         facts = gather_facts(opened, deadlines.token_seconds, 0.0)
+        held = dict(birth.trial.held).get(birth.rank, 0)
         self.core = EngineCore(
-            opened.resolved, worker, opened.tokenizer(), facts, length, agreement
+            opened.resolved,
+            worker,
+            opened.tokenizer(),
+            facts,
+            length,
+            agreement,
+            partial(HeldScheduler, held=held) if held else Scheduler,
         )
         self._owes_pause = False
 
@@ -111,12 +120,13 @@ class LeaderLoop:
         adaptive = speculation is not None and speculation.draft_length == "adaptive"
         inner = GroupConductor(
             self.comms.agreement,
-            Rules.of(resolved.num_speculative_tokens, worker.traits, adaptive),
+            Rules.of(resolved.num_speculative_tokens, worker.traits, adaptive, birth.trial.buckets),
             self.ledger,
             config_digest=digest_number(config_digest(resolved)),
             drafter=worker.traits,
             deadlines=self.deadlines,
         )
+        inner.mode_ready = inner.mode_ready and birth.rank not in birth.trial.mode_not_ready
         mutants = [Mutant(name) for name in birth.trial.mutants]
         own = None if worker.traits is None else worker.traits.positions_max
         reach = own or resolved.max_model_len

@@ -102,13 +102,20 @@ class Trial(msgspec.Struct, frozen=True):
 
     ``mutants``: old decisions by the names of `lockstep.mutants`. ``watch_gate``: count steps in
     which the old gate would have skipped. ``gloo``: ranks of one host meet over torch.distributed
-    although they could share memory. ``faults``: exceptions as (rank, step, place); places are
-    ``agree``, ``draft 0`` and so on, ``end``; ``load`` is a stop before anything is loaded.
+    although they could share memory. ``buckets``: sizes of mode "fixed", for which the leaders of
+    ``mode_not_ready`` are not ready. ``held``: leaders that run nothing for so many steps although
+    they have work. ``kv_blocks``: what each rank's cache holds. ``faults``: exceptions as (rank,
+    step, place); places are ``agree``, ``draft 0`` and so on, ``end``; ``load`` is a stop before
+    anything is loaded.
     """
 
     mutants: tuple[str, ...] = ()
     watch_gate: bool = False
     gloo: bool = False
+    buckets: tuple[int, ...] = ()
+    mode_not_ready: tuple[int, ...] = ()
+    held: tuple[tuple[int, int], ...] = ()
+    kv_blocks: tuple[int, ...] = ()
     faults: tuple[tuple[int, int, str], ...] = ()
 
 

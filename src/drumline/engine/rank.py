@@ -14,6 +14,7 @@ import select
 import signal
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,6 +68,8 @@ def serve(birth: Birth, descriptors: Sequence[int]) -> int:
 def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
     """From birth to the end of the loop; raises what ends it early."""
     resolved, rank = birth.resolved, birth.rank
+    if birth.trial.kv_blocks:
+        resolved = replace(resolved, num_kv_blocks=birth.trial.kv_blocks[rank])
     runtime = resolved.config.runtime
     if (rank, -1, "load") in birth.trial.faults:
         os.kill(os.getpid(), signal.SIGSTOP)  # a rank that does not come up
@@ -77,7 +80,8 @@ def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
     paths = native_paths() if resolved.ops_backend == "native" else ("reference",)
     introduction = Introduction(rank, config_digest(resolved), paths[0], resolved.num_kv_blocks)
     ends.link.send(Standby(introduction=introduction))
-    _await(ends, Begin)
+    blocks = _await(ends, Begin).kv_blocks  # of this replica, which the cache holds at least
+    opened = replace(opened, resolved=replace(resolved, num_kv_blocks=blocks))
     ledger.begin(0, 0)
     if worker.script is not None:
         survey(worker, worker.script)
