@@ -2,10 +2,12 @@
 #include "shm_module.hpp"
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -101,25 +103,46 @@ void bind_shm(nb::module_& module) {
         .def("close", &ShmGroup::close)
         .def_prop_ro("rank", &ShmGroup::rank)
         .def_prop_ro("ranks", &ShmGroup::ranks);
-    // Returns how many sums came to their end, and None or what went wrong with the next.
-    module.def("run_shared", [](const Stack& stack, Workspace& space, const KVCache& cache,
-                                const Places& places, std::uintptr_t x, std::uintptr_t entry,
-                                std::int64_t entry_stride,
-                                const std::vector<std::pair<std::int64_t, std::uintptr_t>>& taps,
-                                int threads, ShmGroup& group, std::uint64_t tag,
-                                std::int64_t timeout_us, std::uintptr_t share) {
-        std::vector<Tap> copies;
-        for (const auto& [layer, out] : taps) {
-            copies.push_back({layer, floats(out)});
-        }
-        Sums sums{group, tag, timeout_us, floats(share)};
-        const nb::object outcome = collective([&] {
-            const std::lock_guard<std::mutex> alone(space.busy);
-            return run_shared(stack, Run{space, threads}, cache, places, floats(x), floats(entry),
-                              entry_stride, copies, sums, let_signals_in);
-        });
-        return nb::make_tuple(sums.done, outcome);
-    });
+    nb::class_<Sharing>(module, "Sharing")
+        .def("__init__", [](Sharing* self, bool attention, bool feed_forward) {
+            new (self) Sharing{attention, feed_forward, nullptr};
+        })
+        .def("spread",
+             [](Sharing& self, std::uintptr_t norm, const Dense& router,
+                const std::shared_ptr<Experts>& own, std::int64_t first, std::int64_t count,
+                std::int64_t per_token, bool normalize, float eps) {
+                 self.spread = std::make_shared<SpreadMixture>(SpreadMixture{
+                     floats(norm), router, own, first, count, per_token, normalize, eps});
+             },
+             nb::arg("norm"), nb::arg("router"), nb::arg("own").none(), nb::arg("first"),
+             nb::arg("count"), nb::arg("per_token"), nb::arg("normalize"), nb::arg("eps"));
+    // Returns how many collectives came to their end, and None or what went wrong with the next.
+    module.def(
+        "run_shared",
+        [](const Stack& stack, const std::vector<Sharing>& sharing, Workspace& space,
+           const KVCache& cache, const Places& places, std::uintptr_t x, std::uintptr_t entry,
+           std::int64_t entry_stride,
+           const std::vector<std::pair<std::int64_t, std::uintptr_t>>& taps, int threads,
+           ShmGroup* tp, ShmGroup* ep, std::int64_t shards, std::uint64_t sum_tag,
+           std::uint64_t gather_tag, std::uint64_t exchange_tag, std::int64_t timeout_us) {
+            std::vector<Tap> copies;
+            for (const auto& [layer, out] : taps) {
+                copies.push_back({layer, floats(out)});
+            }
+            Meeting meeting{tp,      ep,         shards,       sum_tag,
+                            gather_tag, exchange_tag, timeout_us, 0};
+            const nb::object outcome = collective([&] {
+                const std::lock_guard<std::mutex> alone(space.busy);
+                return run_shared(stack, sharing, Run{space, threads}, cache, places, floats(x),
+                                  floats(entry), entry_stride, copies, meeting, let_signals_in);
+            });
+            return nb::make_tuple(meeting.done, outcome);
+        },
+        nb::arg("stack"), nb::arg("sharing"), nb::arg("space"), nb::arg("cache"),
+        nb::arg("places"), nb::arg("x"), nb::arg("entry"), nb::arg("entry_stride"),
+        nb::arg("taps"), nb::arg("threads"), nb::arg("tp").none(), nb::arg("ep").none(),
+        nb::arg("shards"), nb::arg("sum_tag"), nb::arg("gather_tag"), nb::arg("exchange_tag"),
+        nb::arg("timeout_us"));
 }
 
 }  // namespace drumline

@@ -282,8 +282,23 @@ class ShmGroup:
     @property
     def ranks(self) -> int: ...
 
+class Sharing:
+    def __init__(self, attention: bool, feed_forward: bool) -> None: ...
+    def spread(
+        self,
+        norm: int,
+        router: Dense,
+        own: Experts | None,
+        first: int,
+        count: int,
+        per_token: int,
+        normalize: bool,
+        eps: float,
+    ) -> None: ...
+
 def run_shared(
     stack: Stack,
+    sharing: list[Sharing],
     space: Workspace,
     cache: KVCache,
     places: Places,
@@ -292,10 +307,12 @@ def run_shared(
     entry_stride: int,
     taps: list[tuple[int, int]],
     threads: int,
-    group: ShmGroup,
-    tag: int,
+    tp: ShmGroup | None,
+    ep: ShmGroup | None,
+    shards: int,
+    sum_tag: int,
+    gather_tag: int,
+    exchange_tag: int,
     timeout_us: int,
-    share: int,
-    /,
 ) -> tuple[int, tuple[str, list[int], int, int] | None]:
-    """How many sums came to their end, and None or what went wrong with the next."""
+    """How many collectives came to their end, and None or what went wrong with the next."""

@@ -120,7 +120,7 @@ def told(state: State, path: str, size: int) -> list[tuple[str, str, tuple[Any, 
 def use_fused(state: State, on: bool) -> bool:
     """Whether layers run in one call, where that is there; tells whether it was on."""
     ops = state["ops"]
-    before = ops._fused is not None
+    before = ops._fused is not None and state["model"].stack.fused is not None
     if not on:
         ops._fused = None
     return before

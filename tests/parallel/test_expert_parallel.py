@@ -60,6 +60,11 @@ def ranks_of() -> Iterator[Callable[[Mesh], Ranks]]:
 def run(ranks: Ranks, mesh: Mesh, path: str, backend: str, size: int) -> list[torch.Tensor]:
     """Logits of every replica's sequence, computed side by side in passes of one size."""
     ranks.run(jobs.build, path, backend)
+    return again(ranks, mesh, size)
+
+
+def again(ranks: Ranks, mesh: Mesh, size: int = SIZE) -> list[torch.Tensor]:
+    """The same with what is built."""
     arguments = []
     for rank in range(mesh.size):
         replica = mesh.place(rank).dp_index
@@ -103,6 +108,39 @@ def test_native_bits_are_those_of_one_rank(
     mesh = Mesh(dp=2, expert_parallel=True)
     for replica, found in enumerate(run(ranks_of(mesh), mesh, path, "native", SIZE)):
         assert torch.equal(found, alone(one, path, "native", replica))
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "5 experts", "fewer than ranks"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(dp=2, expert_parallel=True),
+        Mesh(dp=4, expert_parallel=True),
+        Mesh(dp=2, tp=2, expert_parallel=True),
+    ],
+    ids=str,
+)
+def test_one_call_has_the_bits_of_many(
+    model: str, mesh: Mesh, tiny_path: Callable[..., Path], ranks_of: Callable[[Mesh], Ranks]
+) -> None:
+    """The native call that exchanges within, and the same operations one by one: bits, ledger."""
+    if not native_available():
+        pytest.skip("the native module is not built")
+    arch, options = MODELS[model]
+    path = str(tiny_path(arch=arch, seed=3, **options))
+    ranks = ranks_of(mesh)
+    ranks.run(jobs.build, path, "native")
+    found = []
+    for fused in (True, False):
+        ranks.run(jobs.forget)
+        found.append((again(ranks, mesh), ranks.run(jobs.issued)))
+        assert ranks.run(jobs.use_fused, False) == [fused] * mesh.size
+    (one, first), (other, second) = found
+    assert first == second
+    for rank in range(mesh.size):
+        assert torch.equal(one[rank], other[rank])
+    if mesh.tp == 1:
+        assert torch.equal(one[0], alone(ranks_of(Mesh()), path, "native", 0))
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek"])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -52,7 +52,6 @@ from drumline.parallel.shards import expert_split
 
 if TYPE_CHECKING:
     from drumline.ops.native_shared import FusedLayers
-    from drumline.ops.native_weights import NativeStack
 
 
 class ShardedOps:
@@ -68,7 +67,7 @@ class ShardedOps:
         if inner.name == "native":
             from drumline.ops.native_shared import fused_layers  # where the native module is there
 
-            self._fused = fused_layers(inner, tp)
+            self._fused = fused_layers(inner, tp, ep)
 
     @property
     def name(self) -> str:
@@ -108,8 +107,9 @@ class ShardedOps:
         return PartialExperts(experts) if isinstance(down[0], ColumnShard) else experts
 
     def load_stack(self, layers: Sequence[LayerWeights], rope: RopeTable) -> Stack:
-        shares = [self._share(layer) for layer in layers]
-        return ShardedStack(tuple(layers), self.inner.load_stack(shares, rope))
+        inner = self.inner.load_stack([self._share(layer) for layer in layers], rope)
+        fused = None if self._fused is None else self._fused.prepare(layers, inner)
+        return ShardedStack(tuple(layers), inner, fused)
 
     def _share(self, layer: LayerWeights) -> LayerWeights:
         """The layer as the backend itself would have loaded it."""
@@ -282,8 +282,8 @@ class ShardedOps:
         assert isinstance(stack, ShardedStack)
         if stack.whole:
             return self.inner.run_stack(x, stack.inner, batch, cache, taps, entry)
-        if self._fused is not None and stack.summed:
-            return self._fused.run(x, cast("NativeStack", stack.inner), batch, cache, taps, entry)
+        if self._fused is not None and stack.fused is not None:
+            return self._fused.run(x, stack.fused, batch, cache, taps, entry)
         batch = self.prepare(batch, cache.block_size)
         tapped = {0: x} if 0 in taps else {}
         for index in range(len(stack)):

@@ -6,11 +6,15 @@ Values only; `sharded` computes with them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from drumline.ops.base import Experts, FeedForwardWeights, LayerWeights, Linear, MoeWeights, Stack
 from drumline.ops.weights import WeightTensor
+
+if TYPE_CHECKING:
+    from drumline.ops.native_shared import FusedStack
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class ShardedStack:
 
     layers: tuple[LayerWeights, ...]
     inner: Stack
+    fused: FusedStack | None = None  # what runs all of it in one call, where that is there
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -98,11 +103,6 @@ class ShardedStack:
     def whole(self) -> bool:
         """Every block is computed here alone."""
         return not any(map(is_partial, self.layers))
-
-    @property
-    def summed(self) -> bool:
-        """Every block is a share whose sum over tp is all that it needs."""
-        return all(map(is_summed, self.layers))
 
 
 def plain(linear: Linear) -> Linear:
@@ -121,9 +121,3 @@ def is_partial_block(block: FeedForwardWeights | MoeWeights) -> bool:
 
 def is_partial(layer: LayerWeights) -> bool:
     return isinstance(layer.attention.o, PartialLinear) or is_partial_block(layer.feed_forward)
-
-
-def is_summed(layer: LayerWeights) -> bool:
-    block = layer.feed_forward
-    spread = isinstance(block, MoeWeights) and isinstance(block.experts, SpreadExperts)
-    return isinstance(layer.attention.o, PartialLinear) and is_partial_block(block) and not spread

@@ -12,7 +12,7 @@ What goes wrong is named: who did not come, in which step, phase and operation. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -137,25 +137,17 @@ class RecordedComm:
         self._end("broadcast", ticket, self.carrier.broadcast(out, root, self._seconds))
         return out
 
-    def all_reduce_within(
-        self, x: Tensor, count: int, call: Callable[[float], tuple[int, Failure | None]]
-    ) -> None:
-        """``count`` sums of tensors like ``x`` that ``call(seconds)`` makes, telling how many came
-        to their end and what is wrong with the next. The ledger has all of them when it begins."""
-        tickets = [self._issue("all_reduce", x) for _ in range(count)]
-        done, failure = call(self._seconds)
-        for ticket in tickets[:done]:
-            self.ledger.complete(ticket)
-        if failure is not None:
-            raise self.error(f"all_reduce over {self.kind}", failure)
-        assert done == count, f"{done} sums were made of {count}"
-
     def set_timeout(self, seconds: float) -> None:
         assert seconds > 0
         self._seconds = seconds
 
     def close(self) -> None:
         self.carrier.close()
+
+    @property
+    def seconds(self) -> float:
+        """The longest that a call may wait."""
+        return self._seconds
 
     def _issue(self, operation: str, x: Tensor) -> int:
         dtype = str(x.dtype).removeprefix("torch.")
@@ -179,3 +171,27 @@ class RecordedComm:
                 reason = f"{reason}; with it {', '.join(map(str, lost[1:]))}"
             return RankLost(lost[0], step, phase, operation, reason)
         return GroupEnded(f"step {step}, {phase}, {operation}: {failure.reason}")
+
+
+@dataclass(frozen=True)
+class Issued:
+    """One collective of several that a single call makes, over float32."""
+
+    comm: RecordedComm
+    operation: str
+    shape: tuple[int, ...]
+
+
+def launch(issues: Sequence[Issued], call: Callable[[float], tuple[int, Failure | None]]) -> None:
+    """Makes ``call(seconds)``, which makes the collectives in order, and tells how many came to
+    their end and what is wrong with the next. The ledgers have all of them before it is entered."""
+    tickets = [
+        one.comm.ledger.issue(one.operation, one.comm.kind, one.shape, "float32") for one in issues
+    ]
+    done, failure = call(min((one.comm.seconds for one in issues), default=TIMEOUT_SECONDS))
+    for one, ticket in zip(issues[:done], tickets[:done], strict=True):
+        one.comm.ledger.complete(ticket)
+    if failure is not None:
+        late = issues[done]
+        raise late.comm.error(f"{late.operation} over {late.comm.kind}", failure)
+    assert done == len(issues), f"{done} collectives were made of {len(issues)}"

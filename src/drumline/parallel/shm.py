@@ -8,8 +8,10 @@ in any file system, so it is gone when the last process that holds it is. Carrie
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +31,7 @@ SPIN_US = 50
 ABORTED = 1  # an abort word without a rank's own code
 
 _MASK = (1 << 56) - 1
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
 
 
 @dataclass(frozen=True)
@@ -92,25 +95,25 @@ class ShmCarrier:
 
     def gather(self, x: Tensor, out: Tensor, seconds: float) -> Failure | None:
         nbytes = x.nbytes
-        tag = tag_of("all_gather", x)
+        tag = _tag("all_gather", x)
         found = self.group.gather(x.data_ptr(), nbytes, out.data_ptr(), tag, microseconds(seconds))
         return None if found is None else self.failure(found, seconds)
 
     def reduce(self, x: Tensor, out: Tensor, seconds: float) -> Failure | None:
-        tag = tag_of("all_reduce", x)
+        tag = _tag("all_reduce", x)
         found = self.group.reduce(
             x.data_ptr(), x.numel(), out.data_ptr(), tag, microseconds(seconds)
         )
         return None if found is None else self.failure(found, seconds)
 
     def exchange(self, x: Tensor, out: Tensor, seconds: float) -> Failure | None:
-        tag = tag_of("all_to_all", x)
+        tag = _tag("all_to_all", x)
         part = x.nbytes // self.group.ranks
         found = self.group.exchange(x.data_ptr(), part, out.data_ptr(), tag, microseconds(seconds))
         return None if found is None else self.failure(found, seconds)
 
     def broadcast(self, x: Tensor, root: int, seconds: float) -> Failure | None:
-        tag = tag_of("broadcast", x)
+        tag = _tag("broadcast", x)
         found = self.group.broadcast(x.data_ptr(), x.nbytes, root, tag, microseconds(seconds))
         return None if found is None else self.failure(found, seconds)
 
@@ -161,10 +164,14 @@ def microseconds(seconds: float) -> int:
     return int(seconds * 1e6)
 
 
-def tag_of(operation: str, x: Tensor) -> int:
+def _tag(operation: str, x: Tensor) -> int:
+    return tag_of(operation, x.shape, str(x.dtype).removeprefix("torch."))
+
+
+def tag_of(operation: str, shape: Sequence[int], dtype: str) -> int:
     """What all ranks must bring alike: operation, type and bytes, in 64 bits."""
-    dtype = DTYPES.index(str(x.dtype).removeprefix("torch."))
-    return OPERATIONS.index(operation) << 60 | dtype << 56 | x.nbytes & _MASK
+    nbytes = math.prod(shape) * _BYTES[dtype]
+    return OPERATIONS.index(operation) << 60 | DTYPES.index(dtype) << 56 | nbytes & _MASK
 
 
 def _told(tag: int) -> str:
