@@ -68,25 +68,50 @@ void add_scaled(const float* x, float scale, std::int64_t width, float* out) {
 }
 
 std::int64_t argmax(const float* x, std::int64_t width) {
-    v8f best = splat(-std::numeric_limits<float>::infinity());
-    v8i numbers = best == best;
-    std::int64_t i = 0;
-    for (; i + lanes <= width; i += lanes) {
-        const v8f part = load8(x + i);
-        numbers = numbers & (part == part);
-        best = part > best ? part : best;
+    constexpr int chains = 4;
+    v8f best[chains];
+    v8i numbers[chains];
+    for (int c = 0; c < chains; ++c) {
+        best[c] = splat(-std::numeric_limits<float>::infinity());
+        numbers[c] = best[c] == best[c];
     }
-    float most = best[0];
-    bool all_numbers = numbers[0] != 0;
-    for (int lane = 1; lane < lanes; ++lane) {
-        most = best[lane] > most ? best[lane] : most;
-        all_numbers = all_numbers && numbers[lane] != 0;
+    std::int64_t i = 0;
+    for (; i + chains * lanes <= width; i += chains * lanes) {
+        for (int c = 0; c < chains; ++c) {
+            const v8f part = load8(x + i + c * lanes);
+            numbers[c] = numbers[c] & (part == part);
+            best[c] = part > best[c] ? part : best[c];
+        }
+    }
+    float most = best[0][0];
+    bool all_numbers = true;
+    for (int c = 0; c < chains; ++c) {
+        for (int lane = 0; lane < lanes; ++lane) {
+            most = best[c][lane] > most ? best[c][lane] : most;
+            all_numbers = all_numbers && numbers[c][lane] != 0;
+        }
     }
     for (; i < width; ++i) {
         most = x[i] > most ? x[i] : most;
         all_numbers = all_numbers && x[i] == x[i];
     }
-    for (i = 0; i < width; ++i) {
+    // Where it first stood, 64 numbers at a time until it is among them.
+    const v8f wanted = splat(most);
+    for (i = 0; i + 8 * lanes <= width; i += 8 * lanes) {
+        v8i found = {0, 0, 0, 0, 0, 0, 0, 0};
+        for (int v = 0; v < 8; ++v) {
+            const v8f part = load8(x + i + v * lanes);
+            found = found | (all_numbers ? part == wanted : part != part);
+        }
+        std::int32_t any = 0;
+        for (int lane = 0; lane < lanes; ++lane) {
+            any |= found[lane];
+        }
+        if (any != 0) {
+            break;
+        }
+    }
+    for (; i < width; ++i) {
         if (all_numbers ? x[i] == most : x[i] != x[i]) {
             return i;
         }

@@ -41,6 +41,7 @@ from drumline.drafting.checkpoint import (
 from drumline.drafting.neural import (
     TapDrafter,
     kv_spec_of,
+    lean,
     load_layers,
     network_facts,
     positions_of,
@@ -151,7 +152,8 @@ def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str
 def load(context: DrafterContext) -> Drafter:
     draft = read(context.speculative, context.checkpoint.config)
     positions = positions_of(draft.config, context)
-    config, weights = context.own_share(draft.config, draft.weights)
+    held = lean(draft.weights, context.ops)
+    config, weights = context.own_share(draft.config, held)
     draft = replace(draft, config=config, weights=weights)
     network = EagleNetwork(draft, context, positions)
     return TapDrafter(network, context, context.make_draft_sampler(draft.sharpening), positions)

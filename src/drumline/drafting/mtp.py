@@ -57,6 +57,7 @@ from drumline.drafting.checkpoint import (
 from drumline.drafting.neural import (
     TapDrafter,
     kv_spec_of,
+    lean,
     load_layers,
     network_facts,
     positions_of,
@@ -349,7 +350,8 @@ def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str
 def load(context: DrafterContext) -> Drafter:
     draft = read(context.speculative, context.checkpoint)
     positions = positions_of(draft.config, context)
-    config, weights = context.own_share(draft.config, draft.weights)
+    held = lean(draft.weights, context.ops)
+    config, weights = context.own_share(draft.config, held)
     draft = replace(draft, config=config, weights=weights)
     network = MtpNetwork(draft, context, positions)
     sampler = context.make_draft_sampler(draft.envelope.sharpening, draft.table)

@@ -24,11 +24,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from drumline.core.errors import ConfigError
 from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import DrafterContext, DraftRow, PassLedger, Proposal
 from drumline.drafting.passes import Lane, PassInputs, draw, proposal
 from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import KVSpec, ModelOutput
+from drumline.models.quantize import QuantizedTensors
 from drumline.models.registry import model_module
 from drumline.ops.base import KVCache, LayerWeights, Ops, PagedBatch
 from drumline.ops.indices import index_tensor, pick_rows
@@ -230,6 +232,17 @@ def load_layers(
     """The draft's transformer blocks: those of the architecture that its config names."""
     load_layer = model_module(config.model_type).load_layer
     return [load_layer(config, weights, ops, index) for index in range(config.num_hidden_layers)]
+
+
+def lean(weights: Mapping[str, WeightTensor], ops: Ops) -> Mapping[str, WeightTensor]:
+    """A head's matrices in blocks of int8, where the backend multiplies such: a pass of one layer
+    takes its time for reading them. A draft is a guess, and nothing that is emitted changes."""
+    if ops.name != "native":
+        return weights
+    try:
+        return QuantizedTensors(weights, "Q8_0")
+    except ConfigError:  # they are in blocks already, or no row is of whole blocks
+        return weights
 
 
 def with_entry(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
