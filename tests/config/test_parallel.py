@@ -17,6 +17,7 @@ from drumline.config import (
     startup_table,
 )
 from drumline.config.mesh import Mesh
+from drumline.config.resolve_parallel import rank_bytes_per_token
 from drumline.core.errors import ConfigError
 
 GIB = 2**30
@@ -70,6 +71,11 @@ def test_heads_are_cut_by_their_groups() -> None:
     assert problem == "the model's heads share 3 groups of keys and values; allowed: 1, 2, 3"
     latent = model(num_key_value_heads=1, num_attention_heads=4)
     assert run(latent, tensor_parallel_size=4).mesh.tp == 4
+    whole = latent.kv_bytes_per_token("float32")  # each rank has the key that all heads share
+    assert rank_bytes_per_token(latent, None, "float32", Mesh(tp=4)) == whole
+    assert rank_bytes_per_token(model(), None, "float32", Mesh(tp=3)) * 3 == (
+        model().kv_bytes_per_token("float32")
+    )
 
 
 def test_stages_are_refused_by_name() -> None:

@@ -80,8 +80,8 @@ def rank_bytes_per_token(
     model: ModelFacts, drafter: DrafterFacts | None, kv_dtype: str, mesh: Mesh
 ) -> int:
     """Bytes one token takes in the cache of the rank that holds most of it; a drafter's are taken
-    to be whole on each rank."""
-    groups = model.attention_groups
+    to be whole on each rank, and so is a latent key that all heads share."""
+    groups = model.num_key_value_heads
     share = -(-groups // mesh.tp)
     own = -(-model.kv_bytes_per_token(kv_dtype) * share // groups)
     return own if drafter is None else own + drafter.kv_bytes_per_token(kv_dtype)

@@ -76,5 +76,6 @@ def model_facts(checkpoint: Checkpoint, native: bool = False) -> ModelFacts:
         rope_factor=1.0 if scaling is None else scaling.factor,
         original_max_position_embeddings=None if scaling is None else scaling.original_length,
         weight_bytes=checkpoint.weight_bytes if native else dense,
+        num_attention_heads=0 if config.latent is None else config.num_attention_heads,
         num_experts=0 if config.experts is None else config.experts.count,
     )
