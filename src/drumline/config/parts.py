@@ -183,6 +183,42 @@ class ParallelConfig(Part):
     enable_expert_parallel: bool = option(
         False, Kind.SWITCH, "spread experts over all ranks", short="-ep"
     )
+    nnodes: int = option(
+        1, Kind.INTEGER, "machines that share the replicas", short="-n", low=1, high=PARALLEL_MAX
+    )
+    node_rank: int = option(
+        0, Kind.INTEGER, "which machine this is", short="-r", low=0, high=PARALLEL_MAX - 1
+    )
+    master_addr: str | None = option(
+        None, Kind.TEXT, "address of node 0, where all meet", when_none="needed by several machines"
+    )
+    master_port: int = option(
+        29501, Kind.INTEGER, "port where ranks meet on node 0", low=1, high=65534
+    )
+    data_parallel_size_local: int | None = option(
+        None,
+        Kind.INTEGER,
+        "replicas on each machine",
+        short="-dpl",
+        low=1,
+        high=PARALLEL_MAX,
+        when_none="data_parallel_size divided by nnodes",
+    )
+    data_parallel_address: str | None = option(
+        None, Kind.TEXT, "the same as master_addr", short="-dpa", when_none="master_addr"
+    )
+    data_parallel_rpc_port: int | None = option(
+        None,
+        Kind.INTEGER,
+        "port where machines meet on node 0",
+        short="-dpp",
+        low=1,
+        high=65535,
+        when_none="the one after master_port",
+    )
+    headless: bool = option(
+        False, Kind.SWITCH, "serve replicas for node 0 and answer nobody; for serve"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ variable or a Python argument. A feature that arrives leaves this table and join
 
 from __future__ import annotations
 
-_ONE_RANK = "this release runs one rank; several machines and launchers come later"
-_EXPERTS = "this release computes every expert on its one rank"
+_ONE_RANK = "not in this release; see nnodes, node_rank and data_parallel_size_local"
+_EXPERTS = "experts lie on ranks by ascending id, and tokens go to them; there is no choice"
 _TLS = "put a reverse proxy in front of the server for that"
 _TOOLS = "tool calls and reasoning parsers are not in this release"
 _LATER = "not in this release"
@@ -56,9 +56,6 @@ REFUSED: dict[str, str] = {
     # ranks and machines
     "data_parallel_rank": _ONE_RANK,
     "data_parallel_start_rank": _ONE_RANK,
-    "data_parallel_size_local": _ONE_RANK,
-    "data_parallel_address": _ONE_RANK,
-    "data_parallel_rpc_port": _ONE_RANK,
     "data_parallel_backend": _ONE_RANK,
     "data_parallel_hybrid_lb": _ONE_RANK,
     "data_parallel_external_lb": _ONE_RANK,
@@ -68,11 +65,6 @@ REFUSED: dict[str, str] = {
     "prefill_schedule_interval": _ONE_RANK,
     "prefill_context_parallel_size": _ONE_RANK,
     "decode_context_parallel_size": _ONE_RANK,
-    "nnodes": _ONE_RANK,
-    "node_rank": _ONE_RANK,
-    "master_addr": _ONE_RANK,
-    "master_port": _ONE_RANK,
-    "headless": _ONE_RANK,
     "api_server_count": _ONE_RANK,
     "distributed_executor_backend": _ONE_RANK,
     "distributed_timeout_seconds": "waits end with step_timeout_seconds",
@@ -113,16 +105,11 @@ REFUSED: dict[str, str] = {
 REFUSED_SHORT: dict[str, str] = {
     "-dpn": "data_parallel_rank",
     "-dpr": "data_parallel_start_rank",
-    "-dpl": "data_parallel_size_local",
-    "-dpa": "data_parallel_address",
-    "-dpp": "data_parallel_rpc_port",
     "-dpb": "data_parallel_backend",
     "-dph": "data_parallel_hybrid_lb",
     "-dpe": "data_parallel_external_lb",
     "-dpm": "data_parallel_multi_port_external_lb",
     "-pcp": "prefill_context_parallel_size",
     "-dcp": "decode_context_parallel_size",
-    "-n": "nnodes",
-    "-r": "node_rank",
     "-asc": "api_server_count",
 }

@@ -18,7 +18,9 @@ from drumline.config.sizes import format_bytes
 from drumline.config.speculative import PREFIX, SHORTCUTS
 
 # Fields that may differ between ranks that share collectives, or that concern the host alone.
-_LOCAL_FIELDS = frozenset({"threads", "kv_cache_memory_bytes", "strict_config"})
+_LOCAL_FIELDS = frozenset(
+    {"threads", "kv_cache_memory_bytes", "strict_config", "node_rank", "headless"}
+)
 
 # Told key by key, as `SpeculativeConfig` has them.
 _SPOKEN_FOR = frozenset({"speculative_config", *SHORTCUTS})

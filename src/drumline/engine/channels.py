@@ -16,6 +16,8 @@ from contextlib import suppress
 from drumline.core.errors import RankLost
 from drumline.engine.messages import (
     Shipped,
+    ToRank,
+    Woken,
     decode_acknowledgement,
     decode_shipped,
 )
@@ -120,3 +122,22 @@ class SocketPlanSource:
     def acknowledge(self, word: Acknowledgement) -> None:
         self._pipe.send(word)
         self._pipe.drain(1.0)
+
+
+class RelayedWakes:
+    """A `WakeChannel` through the engine, which every leader speaks with anyway. ``inbox`` is
+    filled by whoever reads what the engine says."""
+
+    def __init__(self, link: Pipe[ToRank]) -> None:
+        self.inbox: list[Wake] = []
+        self._link = link
+
+    def send(self, wake: Wake) -> None:
+        self._link.send(Woken(epoch=wake.epoch, step=wake.step))
+
+    def receive(self) -> Sequence[Wake]:
+        found, self.inbox = self.inbox, []
+        return found
+
+    def filenos(self) -> Sequence[int]:
+        return ()

@@ -25,6 +25,7 @@ from drumline.core.errors import (
 )
 from drumline.core.plan import SpeculationStats
 from drumline.core.request import FinishReason, Request
+from drumline.engine.cluster import Cluster, end, end_in_order, start_ranks
 from drumline.engine.core import Counters, Load
 from drumline.engine.facts import EngineFacts, gather_facts, places
 from drumline.engine.messages import (
@@ -40,12 +41,12 @@ from drumline.engine.messages import (
     Resume,
     Serve,
     Standby,
-    Stop,
     Submit,
     Told,
     Trial,
     Trouble,
     Warm,
+    Woken,
 )
 from drumline.engine.opening import Opened, open_engine
 from drumline.engine.outputs import OutputDelta
@@ -60,6 +61,7 @@ LOG = logging.getLogger("drumline.engine")
 LOOK_SECONDS = 0.1  # the longest that `step` waits for something to happen
 GRACE_SECONDS = 0.5  # for ranks to say why they end, after the first did
 STOP_SECONDS = 10.0
+FORGOTTEN_SECONDS = 3.0  # for the same, where nobody closes the engine
 NO_TRIAL = Trial()
 
 Answer = TypeVar("Answer", Standby, Warm, Pong, Paused, Told)
@@ -70,7 +72,7 @@ class FleetCore:
     or when it is forgotten; either way nothing of the ranks is left."""
 
     def __init__(
-        self, opened: Opened, ranks: Ranks, facts: EngineFacts, tokenizer: Tokenizer
+        self, opened: Opened, ranks: Ranks | Cluster, facts: EngineFacts, tokenizer: Tokenizer
     ) -> None:
         self.resolved: Resolved = opened.resolved
         self.facts = facts
@@ -89,7 +91,7 @@ class FleetCore:
         self._asked: dict[int, float] = {}  # leader: when it was asked for a sign of life
         self._broken: DrumlineError | None = None
         self._closed = self._serving = False
-        self._finalizer = weakref.finalize(self, ranks.close)
+        self._finalizer = weakref.finalize(self, end, ranks, FORGOTTEN_SECONDS)
 
     @classmethod
     def load(
@@ -102,7 +104,7 @@ class FleetCore:
         """
         began = time.monotonic()
         opened = open_engine(config)
-        ranks = Ranks(opened, trial, nursery)
+        ranks = start_ranks(opened, trial, nursery)
         try:
             tokenizer = opened.tokenizer()
             core = cls(opened, ranks, gather_facts(opened, 0.0, 0.0), tokenizer)
@@ -118,13 +120,13 @@ class FleetCore:
         self.formed = formed = form(self.mesh, [standing[rank].introduction for rank in everybody])
         for rank in everybody:
             blocks = formed.kv_blocks[self.mesh.place(rank).dp_index]
-            self._tell(rank, Begin(kv_blocks=blocks))
+            self.ranks.tell(rank, Begin(kv_blocks=blocks))
         warm = self._gather(Warm, everybody, deadline, "has not warmed up")
         token_seconds = max(one.token_seconds for one in warm.values())
         for rank in everybody:
-            self._tell(rank, Serve(token_seconds=token_seconds))
+            self.ranks.tell(rank, Serve(token_seconds=token_seconds))
         for leader in self.mesh.leaders:
-            self._tell(leader, Ping())
+            self.ranks.tell(leader, Ping())
         self._gather(Pong, self.mesh.leaders, deadline, "does not serve")
         self._serving = True
         least = replace(opened.resolved, num_kv_blocks=min(formed.kv_blocks))
@@ -137,8 +139,7 @@ class FleetCore:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What becomes readable when a rank says something."""
-        return self.ranks.descriptors
+        return self.ranks.descriptors  # readable when a rank says something
 
     @property
     def failure(self) -> DrumlineError | None:
@@ -170,13 +171,13 @@ class FleetCore:
             self._tally.begin(request, chosen)
             leader = self.mesh.leaders[chosen]
             self._expect(leader)
-            self._tell(leader, Submit(requests=(request,)))
+            self.ranks.tell(leader, Submit(requests=(request,)))
 
     def cancel(self, number: int) -> None:
         """The request ends with ``abort`` soon; unknown numbers are ignored."""
         replica = self._tally.live.get(number)
         if replica is not None and self._broken is None:
-            self._tell(self.mesh.leaders[replica], Cancel(numbers=(number,)))
+            self.ranks.tell(self.mesh.leaders[replica], Cancel(numbers=(number,)))
 
     def cancel_all(self) -> None:
         for number in list(self._tally.live):
@@ -221,7 +222,7 @@ class FleetCore:
         if self._broken is not None:
             raise EngineDead(str(self._broken))
         self._ask(Ping(), Pong)
-        said = [word for word in self._answers[Pong].values() if isinstance(word, Pong)]
+        said = [word for word in self._answers.get(Pong, {}).values() if isinstance(word, Pong)]
         return Load(
             step=max(word.step for word in said),
             running=sum(word.running for word in said),
@@ -245,17 +246,16 @@ class FleetCore:
             return
         self._closed = True
         if self._broken is None:
-            for leader in self.mesh.leaders:
-                self._tell(leader, Stop())
-            self.ranks.await_end(STOP_SECONDS)
+            end_in_order(self.ranks, STOP_SECONDS)
             self._listen()
         self._end_all(FinishReason.ABORT, None)
-        self._finalizer()
+        self._drop()
+
+    def _drop(self) -> None:
+        self._finalizer.detach()
+        self.ranks.close()
 
     # ---- ranks ---------------------------------------------------------------------------
-
-    def _tell(self, rank: int, message: msgspec.Struct) -> None:
-        self.ranks.pipes[rank].send(message)
 
     def _listen(self) -> None:
         """Takes in everything that has come."""
@@ -268,6 +268,10 @@ class FleetCore:
                     self._take(deltas)
                 case Trouble():
                     self._troubles[rank] = word
+                case Woken():
+                    for leader in self.mesh.leaders:
+                        if leader != rank:
+                            self.ranks.tell(leader, word)
                 case _:
                     self._answers.setdefault(type(word), {})[rank] = word
 
@@ -304,7 +308,7 @@ class FleetCore:
             asked = self._asked.get(leader)
             if asked is None and now - self._heard[leader] > seconds / 4:
                 self._asked[leader] = now
-                self._tell(leader, Ping())
+                self.ranks.tell(leader, Ping())
             elif asked is not None and now - asked > seconds + GRACE_SECONDS:
                 if mode == "enforce":
                     self._fail((leader,))
@@ -337,7 +341,7 @@ class FleetCore:
         self.ranks.kill()
         self._end_all(FinishReason.ERROR, str(error))
         self._tally.ended_by_failure = True
-        self._finalizer()
+        self._drop()
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         for number, replica in list(self._tally.live.items()):
@@ -362,7 +366,7 @@ class FleetCore:
         if kind is not None:
             self._answers.pop(kind, None)
         for leader in self.mesh.leaders:
-            self._tell(leader, question)
+            self.ranks.tell(leader, question)
         if kind is not None:
             seconds = self.facts.step_deadline_seconds + GRACE_SECONDS
             self._gather(kind, self.mesh.leaders, time.monotonic() + seconds, "does not answer")
@@ -380,13 +384,12 @@ class FleetCore:
                 return {rank: word for rank, word in found.items() if isinstance(word, kind)}
             left = deadline - time.monotonic()
             if left <= 0:
-                process = self.ranks.processes.get(missing[0])
-                name = f"rank {missing[0]} (process {process}) {what}"
+                name = f"rank {missing[0]} ({self.ranks.where(missing[0])}) {what}"
                 if self._serving:
                     self._fail((missing[0],))
                 else:
                     self._broken = DeadlineExceeded(name, time.monotonic() - began)
-                    self._finalizer()
+                    self._drop()
                 assert self._broken is not None
                 raise self._broken
             self.ranks.wait(left)

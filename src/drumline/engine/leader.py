@@ -15,7 +15,7 @@ from drumline.core.errors import EngineError, Refused, RequestError
 from drumline.core.ledger import Ledger
 from drumline.core.plan import StepPlan
 from drumline.core.request import FinishReason, Request
-from drumline.engine.channels import SocketPlans, SocketWakes
+from drumline.engine.channels import RelayedWakes, SocketPlans, SocketWakes
 from drumline.engine.core import Agreement, EngineCore, Nobody
 from drumline.engine.ends import Ends, digest_number
 from drumline.engine.facts import gather_facts
@@ -33,11 +33,13 @@ from drumline.engine.messages import (
     Submit,
     Told,
     ToRank,
+    Woken,
 )
 from drumline.engine.opening import Opened
 from drumline.engine.outputs import OutputDelta
 from drumline.engine.trial import HeldScheduler
 from drumline.fleet.leader import Life
+from drumline.lockstep.channel import Wake, WakeChannel
 from drumline.lockstep.conductor import (
     Conductor,
     Deadlines,
@@ -86,7 +88,9 @@ class LeaderLoop:
         self.ledger = ledger
         self.comms = comms
         self.deadlines = deadlines
-        self.wakes = SocketWakes(ends.wakes) if ends.wakes else Nobody()
+        self.wakes: WakeChannel = SocketWakes(ends.wakes) if ends.wakes else Nobody()
+        if birth.relays:
+            self.wakes = RelayedWakes(ends.link)
         self.plans = SocketPlans(ends.plans) if ends.plans else None
         self.shipper: Shipper | None = None
         if self.plans is not None:
@@ -188,6 +192,9 @@ class LeaderLoop:
             case Ping():
                 load = self.core.load_now()
                 self.link.send(Pong(load.step, load.running, load.waiting, load.kv_usage))
+            case Woken(epoch, step):
+                assert isinstance(self.wakes, RelayedWakes)
+                self.wakes.inbox.append(Wake(epoch, step))
             case Ask():
                 self.link.send(self._told())
             case Pause():

@@ -3,6 +3,7 @@
     front end ⇄ engine's process        Start, Submit, Cancel, Ping, Stop · Ready, Deltas, …
     engine ⇄ its ranks                  Begin, Serve, Submit, Pause, … · Standby, Warm, Deltas, …
     engine ⇄ nursery                    Birth · Born, Died
+    engine ⇄ another machine            Relay, EndAll · Here, Relay, Born, Died, RankRing
 
 Every message is a value; a message that does not decode is a bug of ours and raises. This module
 knows no sockets and no engine.
@@ -121,7 +122,8 @@ class Trial(msgspec.Struct, frozen=True):
 
 class Birth(msgspec.Struct, frozen=True, tag=True):
     """To the nursery: a rank to bring up, with its descriptors beside the message. ``meeting``:
-    address and port where ranks meet over torch.distributed, if they do not share memory."""
+    address and port where ranks meet over torch.distributed, if they do not share memory.
+    ``relays``: wakes go through the engine, because leaders are on several machines."""
 
     rank: int
     path: str
@@ -129,6 +131,7 @@ class Birth(msgspec.Struct, frozen=True, tag=True):
     handles: tuple[Handle, ...]
     trial: Trial = Trial()
     meeting: tuple[str, int] | None = None
+    relays: bool = False
 
 
 class Born(msgspec.Struct, frozen=True, tag=True):
@@ -192,6 +195,13 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     gate_failures: tuple[int, ...] = ()  # steps, where a trial watches the old gate
 
 
+class Woken(msgspec.Struct, frozen=True, tag=True):
+    """A leader's `Wake`, passed on by the engine to the others."""
+
+    epoch: int
+    step: int
+
+
 class Trouble(msgspec.Struct, frozen=True, tag=True):
     """A rank's last words. ``kind``: ``own`` if the fault is this rank's, ``lost`` if it waited
     for ``rank`` in vain, ``differs`` where ranks have other ``values``, ``told`` if somebody else
@@ -207,6 +217,33 @@ class Trouble(msgspec.Struct, frozen=True, tag=True):
     values: tuple[tuple[int, str], ...] = ()
 
 
+# ---- between machines
+
+
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """A machine has come, with the processes of its ranks to be."""
+
+    node: int
+
+
+class Relay(msgspec.Struct, frozen=True, tag=True):
+    """A message from or to a rank on another machine, as bytes of `ToRank` or `FromRank`."""
+
+    rank: int
+    data: bytes
+
+
+class RankRing(msgspec.Struct, frozen=True, tag=True):
+    """A rank's ledger, as it was when something broke."""
+
+    rank: int
+    data: bytes
+
+
+class EndAll(msgspec.Struct, frozen=True, tag=True):
+    """All ranks of that machine end now."""
+
+
 # ---- within a replica
 
 
@@ -219,9 +256,11 @@ class Shipped(msgspec.Struct, frozen=True, tag=True):
 
 ToEngine = Start | Submit | Cancel | Ping | Stop
 FromEngine = Ready | Deltas | Refusal | Pong | Fatal
-ToRank = Begin | Serve | Submit | Cancel | Ping | Stop | Pause | Resume | Ask
-FromRank = Standby | Warm | Deltas | Pong | Paused | Told | Trouble
+ToRank = Begin | Serve | Woken | Submit | Cancel | Ping | Stop | Pause | Resume | Ask
+FromRank = Standby | Warm | Woken | Deltas | Pong | Paused | Told | Trouble
 FromNursery = Born | Died
+FromNode = Here | Relay | Born | Died | RankRing
+ToNode = Relay | EndAll
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -231,6 +270,8 @@ _from_rank = msgspec.msgpack.Decoder(FromRank)
 _shipped = msgspec.msgpack.Decoder(Shipped)
 _acknowledgement = msgspec.msgpack.Decoder(Acknowledgement)
 _birth = msgspec.msgpack.Decoder(Birth)
+_from_node = msgspec.msgpack.Decoder(FromNode)
+_to_node = msgspec.msgpack.Decoder(ToNode)
 _from_nursery = msgspec.msgpack.Decoder(FromNursery)
 
 
@@ -272,4 +313,14 @@ def decode_birth(data: bytes) -> Birth:
 
 def decode_from_nursery(data: bytes) -> FromNursery:
     decoded: FromNursery = _from_nursery.decode(data)
+    return decoded
+
+
+def decode_from_node(data: bytes | bytearray) -> FromNode:
+    decoded: FromNode = _from_node.decode(data)
+    return decoded
+
+
+def decode_to_node(data: bytes | bytearray) -> ToNode:
+    decoded: ToNode = _to_node.decode(data)
     return decoded

@@ -8,11 +8,14 @@ reader would hold up everybody it agrees with. Knows no meaning of any message.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import socket
+import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import msgspec
@@ -22,6 +25,7 @@ from drumline.engine.messages import encode
 from drumline.lockstep.channel import Acknowledgement
 
 Message = TypeVar("Message")
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
 class Pipe(Generic[Message]):
@@ -110,3 +114,17 @@ def exit_when_gone(descriptor: int, code: int) -> None:
         os._exit(code)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface of this host that reaches ``address``; None for the host itself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return None if own.startswith("127.") else name
+    return None

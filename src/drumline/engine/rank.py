@@ -31,7 +31,7 @@ from drumline.engine.ends import Ends
 from drumline.engine.leader import LeaderLoop, allowed
 from drumline.engine.messages import Begin, Birth, Serve, Standby, Trouble, Warm
 from drumline.engine.opening import Opened
-from drumline.engine.pipes import exit_when_gone
+from drumline.engine.pipes import exit_when_gone, interface_to
 from drumline.lockstep.conductor import Deadlines
 from drumline.lockstep.follower import Follower
 from drumline.lockstep.forming import Introduction
@@ -105,6 +105,9 @@ def _connect(birth: Birth, ends: Ends, ledger: Ledger) -> RankComms:
     mesh, rank = birth.resolved.mesh, birth.rank
     seconds = birth.resolved.config.runtime.startup_timeout_seconds
     if birth.meeting is not None:
+        interface = interface_to(birth.meeting[0])
+        if interface is not None:  # torch would take that of the host's name
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
         gloo.join(*birth.meeting, rank, mesh.size, seconds)
         return connect_gloo(mesh, rank, ledger, seconds=seconds)
     watch = ends.link.fileno()

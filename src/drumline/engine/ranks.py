@@ -16,6 +16,8 @@ import subprocess
 import time
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from drumline.core.ledger import CAPACITY, Ring, parse_ring, size_of
 from drumline.engine.link import EXIT_SECONDS, spawn
 from drumline.engine.messages import (
@@ -32,6 +34,7 @@ from drumline.engine.messages import (
 from drumline.engine.nursery import MESSAGE_BYTES
 from drumline.engine.opening import Opened
 from drumline.engine.pipes import Pipe
+from drumline.fleet.nodes import Nodes
 from drumline.parallel.groups import Group, create_segments, segments_of
 from drumline.parallel.shm import Segment, available, raise_abort
 
@@ -76,17 +79,26 @@ class Nursery:
 
 
 class Ranks:
-    """Starts all ranks of a mesh on this host. ``died``: exit codes of those that have ended.
-    ``nursery``: where they come from; one of its own where there is none."""
+    """Starts ranks of a mesh on this host: all of them, or those of ``nodes.own``. ``died``: exit
+    codes of those that have ended. ``nursery``: where they come from; one of its own where there
+    is none."""
 
-    def __init__(self, opened: Opened, trial: Trial, nursery: Nursery | None = None) -> None:
+    def __init__(
+        self,
+        opened: Opened,
+        trial: Trial,
+        nursery: Nursery | None = None,
+        nodes: Nodes | None = None,
+    ) -> None:
         self.mesh = opened.resolved.mesh
-        self.pipes: list[Pipe[FromRank]] = []
+        self.nodes = nodes
+        self.here = self.mesh.ranks if nodes is None else nodes.ranks(nodes.own)
+        self.pipes: dict[int, Pipe[FromRank]] = {}
         self.died: dict[int, int] = {}
         self.processes: dict[int, int] = {}  # rank: process
-        self.nursery_gone = False
+        self.nursery_gone = self.closed = False
         self._pidfds: dict[int, int] = {}
-        self._ledgers: list[int] = []
+        self._ledgers: dict[int, int] = {}
         self._segments: list[Segment] = []
         self._own = Nursery() if nursery is None else None
         shared = self._own or nursery
@@ -101,18 +113,21 @@ class Ranks:
     def _bear(self, opened: Opened, trial: Trial) -> None:
         meeting = None
         segments: dict[Group, Segment] = {}
-        if trial.gloo or not available():
+        if self.nodes is not None:
+            meeting = (self.nodes.address, self.nodes.port)
+        elif trial.gloo or not available():
             meeting = ("127.0.0.1", free_port())
         else:
             segments = create_segments(self.mesh)
             self._segments = list(segments.values())
-        handed: list[list[tuple[Handle, int | socket.socket]]] = [[] for _ in self.mesh.ranks]
-        for rank in self.mesh.ranks:
+        handed: dict[int, list[tuple[Handle, int | socket.socket]]]
+        handed = {rank: [] for rank in self.here}
+        for rank in self.here:
             ours, theirs = socket.socketpair()
-            self.pipes.append(Pipe(ours, decode_from_rank))
+            self.pipes[rank] = Pipe(ours, decode_from_rank)
             ledger = os.memfd_create("drumline-ledger", os.MFD_CLOEXEC)
             os.ftruncate(ledger, size_of(CAPACITY))
-            self._ledgers.append(ledger)
+            self._ledgers[rank] = ledger
             handed[rank] += [(Handle("link"), theirs), (Handle("ledger"), ledger)]
             for group, segment in segments_of(segments, rank).items():
                 handle = Handle(group.kind, group.ranks, segment.chunk_bytes)
@@ -122,9 +137,10 @@ class Ranks:
             handed[one].append((Handle(kind, (other,)), left))
             handed[other].append((Handle(kind, (one,)), right))
         self._end.settimeout(NURSERY_SECONDS)
-        for rank, given in enumerate(handed):
+        relays = self.nodes is not None
+        for rank, given in handed.items():
             handles = tuple(handle for handle, _ in given)
-            birth = Birth(rank, str(opened.path), opened.resolved, handles, trial, meeting)
+            birth = Birth(rank, str(opened.path), opened.resolved, handles, trial, meeting, relays)
             ends = [end for _, end in given]
             numbers = [end if isinstance(end, int) else end.fileno() for end in ends]
             socket.send_fds(self._end, [encode(birth)], numbers)
@@ -135,26 +151,33 @@ class Ranks:
 
     def _ties(self) -> Iterable[tuple[int, int, str]]:
         """Pairs of ranks that speak to each other: leaders that agree, leaders and followers."""
-        leaders = self.mesh.leaders
-        if self.mesh.agrees:
+        leaders = [leader for leader in self.mesh.leaders if leader in self.here]
+        if self.mesh.agrees and self.nodes is None:
             for index, one in enumerate(leaders):
                 yield from ((one, other, "wake") for other in leaders[index + 1 :])
         for leader in leaders:
             yield from ((leader, rank, "plan") for rank in self.mesh.replica(leader)[1:])
+
+    def tell(self, rank: int, message: msgspec.Struct) -> None:
+        self.pipes[rank].send(message)
+
+    def where(self, rank: int) -> str:
+        """The rank's process, in words."""
+        return f"process {self.processes.get(rank)}"
 
     # ---- hearing -------------------------------------------------------------------------
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """What becomes readable when something happens."""
-        return (self._end.fileno(), *(pipe.fileno() for pipe in self.pipes))
+        return (self._end.fileno(), *(pipe.fileno() for pipe in self.pipes.values()))
 
     def wait(self, seconds: float, also: Sequence[int] = ()) -> None:
         """Until something happens, or one of ``also`` becomes readable, at most so long."""
         poll = select.poll()
         if not self.nursery_gone:
             poll.register(self._end.fileno(), select.POLLIN)
-        for pipe in self.pipes:
+        for pipe in self.pipes.values():
             if not pipe.gone:
                 poll.register(pipe.fileno(), pipe.interest)
         for descriptor in also:
@@ -164,7 +187,7 @@ class Ranks:
     def receive(self) -> list[tuple[int, FromRank]]:
         """(rank, message) for all that have come; `died` and `processes` are up to date then."""
         self._hear_nursery()
-        return [(rank, word) for rank, pipe in enumerate(self.pipes) for word in pipe.receive()]
+        return [(rank, word) for rank, pipe in self.pipes.items() for word in pipe.receive()]
 
     def _hear_nursery(self) -> None:
         while not self.nursery_gone:
@@ -188,9 +211,12 @@ class Ranks:
     def ring(self, rank: int) -> Ring | None:
         """What the rank's ledger holds, whatever became of the rank; None if it has none yet."""
         try:
-            return parse_ring(os.pread(self._ledgers[rank], size_of(CAPACITY), 0))
+            return parse_ring(self.ring_bytes(rank))
         except ValueError:
             return None
+
+    def ring_bytes(self, rank: int) -> bytes:
+        return os.pread(self._ledgers[rank], size_of(CAPACITY), 0)
 
     # ---- ending --------------------------------------------------------------------------
 
@@ -217,6 +243,9 @@ class Ranks:
 
     def close(self) -> None:
         """Kills what is still there; afterwards nothing is left."""
+        if self.closed:
+            return
+        self.closed = True
         self._hear_nursery()
         if len(self.died) < len(self.pipes):
             self.kill()
@@ -224,9 +253,9 @@ class Ranks:
         self._end.close()  # the nursery ends whom it has
         if self._own is not None:
             self._own.close()
-        for pipe in self.pipes:
+        for pipe in self.pipes.values():
             pipe.close()
-        for descriptor in (*self._ledgers, *self._pidfds.values()):
+        for descriptor in (*self._ledgers.values(), *self._pidfds.values()):
             os.close(descriptor)
         for segment in self._segments:
             segment.close()
