@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -15,11 +16,15 @@ from safetensors.torch import load_file, save_file
 from drumline.core.errors import CheckpointError
 from drumline.engine.llm import LLM
 from drumline.training import pipeline
+from drumline.training.chain import Verifier
 from drumline.training.conversations import Recipe, read_piece
-from drumline.training.features import read_features
-from drumline.training.pipeline import Plan, taps_of, train
+from drumline.training.copying import graft_copies, read_entries
+from drumline.training.features import Example, read_features
+from drumline.training.mtp_module import MTPHead
+from drumline.training.pipeline import Plan, build_head, taps_of, train
 from drumline.training.progress import Progress
-from drumline.training.target import Target
+from drumline.training.target import Target, load_target
+from drumline.training.vocabulary import full_vocabulary
 
 RECIPE = Recipe(seed=2, piece_size=24, user_tokens_max=10, answer_tokens_max=12, passage_percent=20)
 
@@ -115,3 +120,39 @@ def test_a_head_of_another_form_is_no_start(
     save_file(tensors, tmp_path / "model.safetensors")
     assert "input_proj.weight is (3, 4), this head needs (32, 64)" in refused(tmp_path)
     assert json.loads((plan.parts / "run.json").read_text())["start"] is None
+
+
+def test_the_grafted_heads_find_what_followed(tiny_path: Callable[..., Path]) -> None:
+    """Text said twice, hidden states that tell their token: the second time, the best match is
+    the entry after the same token's, and what is read there is that entry's token."""
+    target = load_target(tiny_path("llama", 5, vocab=96, hidden=128, layers=4), "tiny")
+    draw = Random(3)
+    states = torch.randn(96, 128, generator=torch.Generator().manual_seed(3))
+    examples = []
+    for _ in range(100):
+        once = draw.sample(range(5, 96), 30)
+        ids = torch.tensor(once + once)
+        examples.append(Example(ids, 30, ids, {4: states[ids]}))
+    vocabulary = full_vocabulary(96)
+    verifier = Verifier.of(target, vocabulary)
+    head = build_head("mtp", target, vocabulary, 4)
+    assert isinstance(head, MTPHead)
+    head.start_from(target, verifier.rows)
+    graft_copies(head, verifier, vocabulary, examples[10:])
+    width = head.self_attn.head_dim
+    found = told = 0
+    for one in examples[:10]:
+        read = read_entries(head, verifier.embedding, [one])
+        entries = torch.cat((read.first, read.second[-1:]))
+        scores = (
+            head.self_attn.q_proj(entries)[:, :width]
+            @ head.self_attn.k_proj(entries)[:, :width].t()
+        )
+        for index in range(30, 58):
+            found += int(scores[index, :30].argmax()) == index - 29
+        values = torch.zeros(len(entries), head.self_attn.heads * width)
+        values[:, :width] = head.self_attn.v_proj(entries)[:, :width]
+        said = head.self_attn.o_proj(values) * head.final_layernorm.weight @ verifier.rows.t()
+        told += int((said.argmax(1) == one.ids[1:]).sum())
+    assert found / 280 > 0.5
+    assert told / 590 > 0.5

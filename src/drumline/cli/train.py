@@ -79,6 +79,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-from", type=Path, metavar="DIR", help="a head of the same form to go on from"
     )
+    parser.add_argument(
+        "--graft-copies",
+        action="store_true",
+        help="begin with a group of heads that copies what followed before (mtp)",
+    )
     parser.add_argument("--batch-tokens", type=int, default=1024, metavar="N")
     parser.add_argument(
         "--train-on-prompts", action="store_true", help="learn from the questions too"
@@ -158,6 +163,7 @@ def make_plan(args: argparse.Namespace, vocab_size: int) -> Plan:
         recipe=recipe,
         draft_vocab_size=None if args.full_vocab or size == vocab_size else size,
         start=args.start_from,
+        graft=args.graft_copies,
         settings=Settings(
             seed=args.seed,
             epochs=args.epochs,

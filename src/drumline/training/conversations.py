@@ -54,8 +54,8 @@ class Recipe:
     greedy_percent: int = 80
     answer_temperature: float = 0.8
     opener_percent: int = 40
-    passage_percent: int = 35
-    documents_max: int = 5
+    passage_percent: int = 20
+    documents_max: int = 3
     openers: tuple[str, ...] = OPENERS
     instructions: tuple[str, ...] = INSTRUCTIONS
 

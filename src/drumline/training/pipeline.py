@@ -32,6 +32,7 @@ from drumline.training.conversations import (
     user_header,
     write_piece,
 )
+from drumline.training.copying import graft_copies
 from drumline.training.curve import Point, can_plot, plot_curve, read_curve, write_curve
 from drumline.training.eagle3_module import Eagle3Head, default_taps
 from drumline.training.evaluate import Acceptance, acceptance, hits, measure_sharpening
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 OpenLLM = Callable[[Path, tuple[int, ...]], "LLM"]
 METHODS = ("mtp", "eagle3")
 POINTS = 60  # of the learning curve; a checkpoint is written at each
-MEASURED_EVERY = 5  # points between measurements on held-out conversations
+MEASURED_EVERY = 10  # points between measurements on held-out conversations
 MEASURED_MAX = 48  # conversations of such a measurement
 SHARPENING_MAX = 48
 TEMPERATURE = 0.8
@@ -66,7 +67,8 @@ TEMPERATURE = 0.8
 @dataclass(frozen=True)
 class Plan:
     """What to train. ``pieces``: indices of data pieces; ``draft_vocab_size`` None is all of it;
-    ``start``: a head of the same form whose weights are the beginning."""
+    ``start``: a head of the same form whose weights are the beginning; ``graft``: set its first
+    group of heads to copying (mtp)."""
 
     method: str
     output: Path
@@ -77,6 +79,7 @@ class Plan:
     recipe: Recipe = field(default_factory=Recipe)
     held_out_share: float = 0.05
     start: Path | None = None
+    graft: bool = False
 
     @property
     def parts(self) -> Path:
@@ -93,6 +96,7 @@ class Plan:
             "draft_vocab_size": self.draft_vocab_size,
             "held_out_share": self.held_out_share,
             "start": None if self.start is None else weights_digest(self.start),
+            "graft": self.graft,
         }
 
 
@@ -126,6 +130,8 @@ def begin(plan: Plan, target: Target) -> None:
     """Makes the folders, and notes what this run is or compares it with what began here."""
     if plan.method not in METHODS:
         raise ConfigError("method", plan.method, f"expected one of {', '.join(METHODS)}")
+    if plan.graft and plan.method != "mtp":
+        raise ConfigError("graft_copies", True, "copying is grafted into mtp heads only")
     try:
         plan.parts.mkdir(parents=True, exist_ok=True)
         plan.data.mkdir(parents=True, exist_ok=True)
@@ -207,6 +213,8 @@ def prepare(
     module.start_from(target, verifier.rows)
     if plan.start is not None:
         load_weights(plan.start, module, module.prefix)
+    if plan.graft and isinstance(module, MTPHead):
+        graft_copies(module, verifier, vocabulary, train_on)
     trainer = Trainer(module, module, verifier, train_on, plan.settings)
     trainer.restore(plan.parts, run_digest(plan, target))
     return held_out, vocabulary, trainer, module
@@ -331,7 +339,8 @@ def finish(
         method=plan.method,
         licence=target.licence,
         recipe=read_recipe(plan.data) or {"recipe": "not recorded"},
-        settings=asdict(plan.settings) | {"starts from": describe_start(plan.start)},
+        settings=asdict(plan.settings)
+        | {"starts from": describe_start(plan.start), "copying grafted": plan.graft},
         conversations=len(examples),
         held_out=len(held_out),
         answer_tokens=sum(one.length - one.answer for one in examples),
