@@ -261,6 +261,21 @@ def _print(llm: LLM, measurements: list[Measurement]) -> None:
             f"| {m.batch_size} | {m.input_len} + {m.output_len} | {m.prefill_tokens_per_second} "
             f"| {m.decode_tokens_per_second} | {m.seconds} |"
         )
+    _print_agreement(llm)
+
+
+def _print_agreement(llm: LLM) -> None:
+    """What agreeing costs, where replicas take every step together."""
+    from drumline.engine.fleet_core import FleetCore
+
+    if isinstance(llm.core, FleetCore) and llm.core.mesh.agrees:
+        told = llm.core.told().values()
+        exchange = statistics.median(one.exchange_micros for one in told)
+        step = statistics.median(1e6 * one.step_seconds / max(1, one.steps) for one in told)
+        share = 100 * exchange / step
+        print(
+            f"\nexchange before a step, waiting included: {exchange:.0f} µs, {share:.1f}% of a step"
+        )
 
 
 def _headline(llm: LLM) -> str:

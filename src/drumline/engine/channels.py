@@ -10,8 +10,10 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from statistics import median
 
 from drumline.core.errors import RankLost
 from drumline.engine.messages import (
@@ -22,9 +24,32 @@ from drumline.engine.messages import (
     decode_shipped,
 )
 from drumline.engine.pipes import Pipe
-from drumline.lockstep.channel import Acknowledgement, Wake
+from drumline.lockstep.channel import Acknowledgement, AgreementChannel, Wake
+from drumline.lockstep.shape import Vector
 
 _WAKE = struct.Struct("<qq")
+
+
+class TimedAgreement:
+    """An `AgreementChannel` that knows in ``seconds`` how long its last exchanges took."""
+
+    def __init__(self, inner: AgreementChannel) -> None:
+        self.seconds: deque[float] = deque(maxlen=1024)
+        self._inner = inner
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self._inner.ranks
+
+    @property
+    def median_micros(self) -> float:
+        return 1e6 * median(self.seconds) if self.seconds else 0.0
+
+    def exchange(self, vector: Vector, timeout: float) -> Sequence[Vector]:
+        began = time.perf_counter()
+        found = self._inner.exchange(vector, timeout)
+        self.seconds.append(time.perf_counter() - began)
+        return found
 
 
 class SocketWakes:

@@ -46,6 +46,7 @@ class Counters:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     steps: int = 0
+    step_seconds: float = 0.0
     preemptions: int = 0
 
 
@@ -221,6 +222,7 @@ class EngineCore:
                 raise
         if stats is not None:
             self.counters.steps += 1
+            self.counters.step_seconds += stats.seconds
             self.counters.preemptions += stats.preemption_count
             if self._decoding:
                 self.counters.decode_seconds += stats.seconds

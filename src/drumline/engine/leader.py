@@ -15,7 +15,7 @@ from drumline.core.errors import EngineError, Refused, RequestError
 from drumline.core.ledger import Ledger
 from drumline.core.plan import StepPlan
 from drumline.core.request import FinishReason, Request
-from drumline.engine.channels import RelayedWakes, SocketPlans, SocketWakes
+from drumline.engine.channels import RelayedWakes, SocketPlans, SocketWakes, TimedAgreement
 from drumline.engine.core import Agreement, EngineCore, Nobody
 from drumline.engine.ends import Ends, digest_number
 from drumline.engine.facts import gather_facts
@@ -93,6 +93,7 @@ class LeaderLoop:
             self.wakes = RelayedWakes(ends.link)
         self.plans = SocketPlans(ends.plans) if ends.plans else None
         self.shipper: Shipper | None = None
+        self.timed: TimedAgreement | None = None
         if self.plans is not None:
             self.shipper = Shipper(self.plans, ledger, partial(allowed, deadlines))
         self.conductor = self._conductor(birth, opened, worker)
@@ -122,8 +123,9 @@ class LeaderLoop:
         resolved = opened.resolved
         speculation = resolved.speculation
         adaptive = speculation is not None and speculation.draft_length == "adaptive"
+        self.timed = TimedAgreement(self.comms.agreement)
         inner = GroupConductor(
-            self.comms.agreement,
+            self.timed,
             Rules.of(resolved.num_speculative_tokens, worker.traits, adaptive, birth.trial.buckets),
             self.ledger,
             config_digest=digest_number(config_digest(resolved)),
@@ -227,5 +229,7 @@ class LeaderLoop:
             speculation=core.speculation,
             draft_lengths=core.draft_lengths,
             exchanges=inner.exchange_count if isinstance(inner, GroupConductor) else 0,
+            exchange_micros=0.0 if self.timed is None else self.timed.median_micros,
+            step_seconds=core.counters.step_seconds,
             gate_failures=tuple(failures),
         )

@@ -185,13 +185,17 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """A replica's sums since it was loaded. ``exchanges``: of shapes, over its agreement group."""
+    """A replica's sums since it was loaded. ``exchanges``: of shapes, over its agreement group;
+    ``exchange_micros``: the median of the last of them, waiting for others included.
+    ``step_seconds``: of all steps together."""
 
     steps: int
     preemptions: int
     speculation: SpeculationStats
     draft_lengths: dict[int, int]
     exchanges: int
+    exchange_micros: float = 0.0
+    step_seconds: float = 0.0
     gate_failures: tuple[int, ...] = ()  # steps, where a trial watches the old gate
 
 

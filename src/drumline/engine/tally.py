@@ -52,6 +52,7 @@ class Tally:
         """Takes over what only replicas know."""
         steps = [one.steps for one in told.values()]
         self.counters.steps = max(steps, default=0) if together else sum(steps)
+        self.counters.step_seconds = sum(one.step_seconds for one in told.values())
         self.counters.preemptions = sum(one.preemptions for one in told.values())
 
 
