@@ -19,7 +19,7 @@ from drumline.training import pipeline
 from drumline.training.chain import Verifier
 from drumline.training.conversations import Recipe, read_piece
 from drumline.training.copying import graft_copies, read_entries
-from drumline.training.features import Example, read_features
+from drumline.training.features import Example, read_features, split_held_out
 from drumline.training.mtp_module import MTPHead
 from drumline.training.pipeline import Plan, build_head, taps_of, train
 from drumline.training.progress import Progress
@@ -156,3 +156,24 @@ def test_the_grafted_heads_find_what_followed(tiny_path: Callable[..., Path]) ->
         told += int((said.argmax(1) == one.ids[1:]).sum())
     assert found / 280 > 0.5
     assert told / 590 > 0.5
+
+
+def example(ids: list[int], answer: int) -> Example:
+    return Example(torch.tensor(ids), answer, torch.tensor(ids), {})
+
+
+def test_what_quotes_a_held_out_answer_is_not_trained_on() -> None:
+    draw = Random(5)
+    asked = [example([draw.randrange(5, 90) for _ in range(40)], 6) for n in range(40)]
+    quoting = [
+        example([n + 5, *one.ids[10:34].tolist(), 7, 8, 9], 26) for n, one in enumerate(asked)
+    ]
+    train, held_out = split_held_out(asked + quoting, 0.1)
+    answers = [one for one in held_out if any(one is other for other in asked)]
+    assert answers
+    left = {id(one) for one in (*train, *held_out)}
+    for one, quote in zip(asked, quoting, strict=True):
+        if any(one is other for other in answers):
+            assert all(quote is not other for other in train)
+        else:
+            assert id(quote) in left

@@ -37,6 +37,7 @@ PASS_TOKENS = 2048  # tokens of one prefill pass
 # with themselves in float32 at one token in thirty; at temperature 0.8 it is one in three.
 GREEDY_SHARE = 0.85
 HALF_MAX = 60000.0
+QUOTED = 16  # tokens in a row of an answer within a prompt are a quotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,10 +189,21 @@ def read_features(folder: Path, index: int, digest: str, taps: Sequence[int]) ->
 def split_held_out(
     examples: Sequence[Example], share: float
 ) -> tuple[list[Example], list[Example]]:
-    """(to train on, held out): a share of the *prompts*, by their own hash, at least one."""
+    """(to train on, held out): a share of the *prompts*, by their own hash, at least one. What
+    quotes a held-out answer, as passages do, is in neither."""
     ranks = sorted({one.held_out_rank for one in examples})
     if len(ranks) < 2:
         raise UsageError(f"{len(examples)} conversations are too few to train on and to hold out")
     last = ranks[max(1, round(share * len(ranks))) - 1]
-    train = [one for one in examples if one.held_out_rank > last]
-    return train, [one for one in examples if one.held_out_rank <= last]
+    held_out = [one for one in examples if one.held_out_rank <= last]
+    said = {run for one in held_out for run in _runs(one.ids[one.answer :].tolist())}
+    train = [
+        one
+        for one in examples
+        if one.held_out_rank > last and said.isdisjoint(_runs(one.ids[: one.answer].tolist()))
+    ]
+    return train, held_out
+
+
+def _runs(ids: list[int]) -> Iterator[tuple[int, ...]]:
+    return (tuple(ids[at : at + QUOTED]) for at in range(len(ids) - QUOTED + 1))
