@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "pool.hpp"
 #include "rows.hpp"
@@ -124,6 +126,16 @@ struct Projection {
 };
 
 }  // namespace
+
+void Dense::take_rows(const std::int64_t* ids, std::int64_t count, float* out) const {
+    for (std::int64_t i = 0; i < count; ++i) {
+        if (ids[i] < 0 || ids[i] >= outputs) {
+            throw std::out_of_range("no row " + std::to_string(ids[i]) + " in a table of " +
+                                    std::to_string(outputs));
+        }
+    }
+    parts.front()->take_rows(ids, count, out);
+}
 
 void Dense::multiply(const Run& run, const float* x, std::int64_t rows, std::int64_t x_stride,
                      float* out, std::int64_t out_stride) const {
@@ -325,6 +337,27 @@ void Stack::run(const Run& run, const KVCache& cache, const Places& places, floa
         attend(index, run, cache, places, enters ? entry : x, enters ? entry_stride : hidden, x, x);
         feed_forward(index, run, x, places.tokens, x, x);
     }
+}
+
+void Stack::decode(const Run& run, const KVCache& cache, const Places& places,
+                   const std::int64_t* ids, const Dense& table, float* x,
+                   const std::vector<Tap>& taps, const Logits& logits) const {
+    table.take_rows(ids, places.tokens, x);
+    this->run(run, cache, places, x, nullptr, 0, taps);
+    if (logits.count == 0) {
+        return;
+    }
+    const std::int64_t hidden = logits.head->columns;
+    const float* rows = x;
+    if (logits.count < places.tokens) {
+        float* gathered = run.space.scratch.gathered.take(count_of(logits.count, hidden));
+        for (std::int64_t at = 0; at < logits.count; ++at) {
+            std::memcpy(gathered + at * hidden, x + logits.rows[at] * hidden,
+                        sizeof(float) * static_cast<std::size_t>(hidden));
+        }
+        rows = gathered;
+    }
+    linear(run, *logits.head, logits.norm, logits.eps, rows, logits.count, hidden, logits.out);
 }
 
 }  // namespace drumline

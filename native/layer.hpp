@@ -44,6 +44,9 @@ struct Dense {
     std::int64_t outputs = 0;
     std::int64_t columns = 0;
 
+    // Rows of a table of one kind. std::out_of_range for an id it does not have.
+    void take_rows(const std::int64_t* ids, std::int64_t count, float* out) const;
+
     // Without the bias: whoever comes next over the row adds it.
     void multiply(const Run& run, const float* x, std::int64_t rows, std::int64_t x_stride,
                   float* out, std::int64_t out_stride) const;
@@ -117,6 +120,16 @@ struct Tap {
     float* out = nullptr;  // [rows, hidden]
 };
 
+// Logits of the tokens at `rows`: out [count, vocab].
+struct Logits {
+    const float* norm = nullptr;
+    float eps = 0.0F;
+    const Dense* head = nullptr;
+    const std::int64_t* rows = nullptr;
+    std::int64_t count = 0;
+    float* out = nullptr;
+};
+
 struct Stack {
     std::vector<Layer> layers;
     Rope rope;
@@ -132,6 +145,11 @@ struct Stack {
     // unless it is null.
     void run(const Run& run, const KVCache& cache, const Places& places, float* x,
              const float* entry, std::int64_t entry_stride, const std::vector<Tap>& taps) const;
+
+    // A whole pass: rows of `table` for ids [tokens] → x, all layers, logits.
+    void decode(const Run& run, const KVCache& cache, const Places& places,
+                const std::int64_t* ids, const Dense& table, float* x,
+                const std::vector<Tap>& taps, const Logits& logits) const;
 };
 
 }  // namespace drumline

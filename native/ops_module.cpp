@@ -40,6 +40,16 @@ KVType kv_type_by_name(const std::string& name) {
     throw std::invalid_argument("no cache of " + name);
 }
 
+using Taps = std::vector<std::pair<std::int64_t, Address>>;
+
+std::vector<Tap> tap_copies(const Taps& taps) {
+    std::vector<Tap> copies;
+    for (const auto& [layer, out] : taps) {
+        copies.push_back({layer, at<float>(out)});
+    }
+    return copies;
+}
+
 // The workspace is held, and Python's lock is not, while `body` computes.
 template <typename Body>
 void computed(Workspace& space, int threads, const Body& body) {
@@ -87,15 +97,7 @@ void bind_weights(nb::module_& module) {
             nb::arg("parts"), nb::arg("bias"))
         .def("take_rows",
              [](const Dense& self, Address ids, std::int64_t count, Address out) {
-                 const auto* wanted = at<const std::int64_t>(ids);
-                 for (std::int64_t i = 0; i < count; ++i) {
-                     if (wanted[i] < 0 || wanted[i] >= self.outputs) {
-                         throw std::out_of_range("no row " + std::to_string(wanted[i]) +
-                                                 " in a table of " +
-                                                 std::to_string(self.outputs));
-                     }
-                 }
-                 self.parts.front()->take_rows(wanted, count, at<float>(out));
+                 self.take_rows(at<const std::int64_t>(ids), count, at<float>(out));
              })
         .def(
             "linear",
@@ -195,14 +197,23 @@ void bind_stack(nb::module_& module) {
              })
         .def("run", [](const Stack& self, Workspace& space, const KVCache& cache,
                        const Places& places, Address x, Address entry, std::int64_t entry_stride,
-                       const std::vector<std::pair<std::int64_t, Address>>& taps, int threads) {
-            std::vector<Tap> copies;
-            for (const auto& [layer, out] : taps) {
-                copies.push_back({layer, at<float>(out)});
-            }
+                       const Taps& taps, int threads) {
+            const std::vector<Tap> copies = tap_copies(taps);
             computed(space, threads, [&](const Run& run) {
                 self.run(run, cache, places, at<float>(x), at<const float>(entry), entry_stride,
                          copies);
+            });
+        })
+        .def("decode", [](const Stack& self, Workspace& space, const KVCache& cache,
+                          const Places& places, Address ids, const Dense& table, Address x,
+                          const Taps& taps, Address norm, float eps, const Dense& head,
+                          Address rows, std::int64_t count, Address out, int threads) {
+            const std::vector<Tap> copies = tap_copies(taps);
+            const Logits logits = {at<const float>(norm), eps,   &head,
+                                   at<const std::int64_t>(rows), count, at<float>(out)};
+            computed(space, threads, [&](const Run& run) {
+                self.decode(run, cache, places, at<const std::int64_t>(ids), table, at<float>(x),
+                            copies, logits);
             });
         });
 }

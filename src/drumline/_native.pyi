@@ -158,6 +158,24 @@ class Stack:
         threads: int,
         /,
     ) -> None: ...
+    def decode(
+        self,
+        space: Workspace,
+        cache: KVCache,
+        places: Places,
+        ids: int,
+        table: Dense,
+        x: int,
+        taps: list[tuple[int, int]],
+        norm: int,
+        eps: float,
+        head: Dense,
+        rows: int,
+        count: int,
+        out: int,
+        threads: int,
+        /,
+    ) -> None: ...
 
 def rms_norm(
     space: Workspace,

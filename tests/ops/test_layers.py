@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from drumline.core.cpu import native_available
-from drumline.models.layers import run_layers
 from drumline.ops import load_ops
 from drumline.ops.base import (
     AttentionWeights,
+    DecoderWeights,
     FeedForwardWeights,
     KVCache,
     LayerWeights,
@@ -209,23 +209,38 @@ def test_bits_do_not_depend_on_how_often_a_prompt_is_cut(size: int) -> None:
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("name", ["biases", "experts"])
 def test_shares_of_ranks_meet_between_product_and_residual(backend: str, name: str) -> None:
-    """Block by block with a reduce that changes nothing: the same bits as in one operation."""
+    """Block by block, each added to the stream afterwards: the same bits as in one operation."""
     world = World(load_ops(backend, "cpu"), SHAPES[name], [9, 33], 8)
     pieces = [(0, 0, 9), (1, 0, 33)]
-    whole = world.run(pieces, (1, 3))
-    seen: list[tuple[int, ...]] = []
+    whole = world.run(pieces)[0]
+    ops, stack, batch = world.ops, world.stack, world.batch(pieces)
+    x = world.rows(world.x, pieces)
+    for index in range(len(stack)):
+        x = ops.add(x, ops.attend(x, stack, index, batch, world.cache))
+        x = ops.add(x, ops.feed_forward(x, stack, index))
+    assert torch.equal(x, whole)
 
-    def reduce(share: Tensor) -> Tensor:
-        seen.append(tuple(share.shape))
-        return share
 
-    x, batch, taps = world.rows(world.x, pieces), world.batch(pieces), (1, 3)
-    out = run_layers(world.ops, x, world.stack, batch, world.cache, taps, reduce)
-    for one, other in zip(whole, [out.hidden, out.taps[1], out.taps[3]], strict=True):
-        assert torch.equal(one, other)
-    assert seen == [(42, HIDDEN)] * 6
-    doubled = run_layers(world.ops, x, world.stack, batch, world.cache, (), lambda y: 2 * y)
-    assert not torch.allclose(doubled.hidden, out.hidden)
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("picked", [[], [0], [3, 8, 40], list(range(42))])
+def test_a_whole_pass_is_its_parts(backend: str, picked: list[int]) -> None:
+    world = World(load_ops(backend, "cpu"), SHAPES["llama"], [9, 33], 8)
+    ops, maker = world.ops, Maker(world.ops, 5)
+    table, head = ops.load_embedding(maker.weight(50, HIDDEN)), maker.weight(70, HIDDEN)
+    weights = DecoderWeights(
+        table, world.stack, maker.vector(HIDDEN), 1e-5, ops.load_linear([head])
+    )
+    batch, ids = world.batch([(0, 0, 9), (1, 0, 33)]), torch.arange(42) % 50
+    x, taps = ops.run_stack(ops.embedding(ids, table), world.stack, batch, world.cache, (0, 2))
+    hidden, tapped, logits = ops.run_decoder(ids, weights, batch, world.cache, (0, 2), picked)
+    assert torch.equal(hidden, x)
+    assert sorted(tapped) == [0, 2]
+    assert all(torch.equal(tapped[tap], taps[tap]) for tap in taps)
+    if not picked:
+        assert logits is None
+        return
+    assert logits is not None
+    assert torch.equal(logits, ops.norm_linear(x[picked], weights.norm, 1e-5, weights.head))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])

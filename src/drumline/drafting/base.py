@@ -191,9 +191,15 @@ class TargetModel(Protocol):
     def kv_spec(self) -> KVSpec: ...
 
     def forward(
-        self, ids: Tensor, batch: PagedBatch, cache: KVCache, taps: tuple[int, ...] = ()
+        self,
+        ids: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        logits_at: Sequence[int] = (),
     ) -> ModelOutput:
-        """``[tokens]`` int64 → hidden states before the final norm ``[tokens, hidden]``."""
+        """``[tokens]`` int64 → hidden states before the final norm ``[tokens, hidden]``, taps, and
+        the logits of the tokens at ascending ``logits_at``."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

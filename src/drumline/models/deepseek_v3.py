@@ -19,6 +19,7 @@ A next-token module lies beside the layers, as layer ``num_hidden_layers``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from drumline.models.moe import expert_shapes
 from drumline.models.rope import build_rope
 from drumline.ops.base import KVCache, Linear, Ops, PagedBatch, RopeTable
 from drumline.ops.gating import route_by_groups
+from drumline.ops.indices import pick_rows
 from drumline.ops.shard_weights import rows
 from drumline.ops.sharded import mix_experts
 from drumline.ops.weights import FLOAT_KINDS, WeightTensor
@@ -324,11 +326,20 @@ class Model:
         return KVSpec(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
 
     def forward(
-        self, ids: Tensor, batch: PagedBatch, cache: KVCache, taps: tuple[int, ...] = ()
+        self,
+        ids: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        logits_at: Sequence[int] = (),
     ) -> ModelOutput:
-        """``[tokens]`` int64 → hidden states, and the residual stream after each of ``taps``."""
+        """``[tokens]`` int64 → hidden states, the residual stream after each of ``taps``, and the
+        logits of the tokens at ascending ``logits_at``."""
         assert all(0 <= tap <= len(self.layers) for tap in taps), taps
-        return self.layers.run(self.ops.embedding(ids, self.embedding), batch, cache, taps)
+        found = self.layers.run(self.ops.embedding(ids, self.embedding), batch, cache, taps)
+        if not logits_at:
+            return found
+        return replace(found, logits=self.compute_logits(pick_rows(found.hidden, logits_at)))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` before the final norm → ``[rows, vocab]``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drumline.core.errors import ConfigError
 from drumline.models.config import ArchitectureConfig
-from drumline.ops.base import FeedForwardWeights, KVCache, Linear, Ops, PagedBatch, Stack
+from drumline.ops.base import FeedForwardWeights, Linear, Ops
 from drumline.ops.weights import WeightTensor
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -30,37 +30,12 @@ class KVSpec:
 @dataclass(frozen=True)
 class ModelOutput:
     """``hidden``: the residual stream after the last layer, before the final norm,
-    ``[tokens, hidden]``. ``taps[k]``: the residual stream after k layers (0 = embeddings)."""
+    ``[tokens, hidden]``. ``taps[k]``: the residual stream after k layers (0 = embeddings).
+    ``logits`` ``[rows, vocab]``: of the tokens that were asked for; None if none were."""
 
     hidden: Tensor
     taps: Mapping[int, Tensor] = field(default_factory=dict)
-
-
-# Adds up what the ranks that share a block each computed of it: ``[tokens, hidden]``.
-Reduce = Callable[[Tensor], Tensor]
-
-
-def run_layers(
-    ops: Ops,
-    x: Tensor,
-    stack: Stack,
-    batch: PagedBatch,
-    cache: KVCache,
-    taps: Sequence[int] = (),
-    reduce: Reduce | None = None,
-) -> ModelOutput:
-    """All layers over the residual stream ``[tokens, hidden]``, in one operation where this rank
-    computes whole blocks, else block by block, each reduced before it is added."""
-    if reduce is None:
-        return ModelOutput(*ops.run_stack(x, stack, batch, cache, taps))
-    batch = ops.prepare(batch, cache.block_size)
-    tapped = {0: x} if 0 in taps else {}
-    for index in range(len(stack)):
-        x = ops.add(x, reduce(ops.attend(x, stack, index, batch, cache)))
-        x = ops.add(x, reduce(ops.feed_forward(x, stack, index)))
-        if index + 1 in taps:
-            tapped[index + 1] = x
-    return ModelOutput(x, tapped)
+    logits: Tensor | None = None
 
 
 def check_length(config: ArchitectureConfig, max_model_len: int) -> None:

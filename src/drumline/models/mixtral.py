@@ -11,7 +11,7 @@ under ``block_sparse_moe``: w1 is the gate, w3 up, w2 down.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -24,11 +24,18 @@ from drumline.models.layers import (
     ModelOutput,
     check_length,
     common_shapes,
-    run_layers,
     stack,
 )
 from drumline.models.rope import build_rope
-from drumline.ops.base import AttentionWeights, KVCache, LayerWeights, MoeWeights, Ops, PagedBatch
+from drumline.ops.base import (
+    AttentionWeights,
+    DecoderWeights,
+    KVCache,
+    LayerWeights,
+    MoeWeights,
+    Ops,
+    PagedBatch,
+)
 from drumline.ops.weights import WeightTensor
 
 
@@ -102,6 +109,9 @@ class Model:
         self.final_norm = ops.load_vector(weights[FINAL_NORM])
         tied = config.tie_word_embeddings
         self.head = self.embedding if tied else ops.load_linear([weights[HEAD]])
+        self.whole = DecoderWeights(
+            self.embedding, self.stack, self.final_norm, config.rms_norm_eps, self.head
+        )
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -109,12 +119,17 @@ class Model:
         return KVSpec(config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
 
     def forward(
-        self, ids: Tensor, batch: PagedBatch, cache: KVCache, taps: tuple[int, ...] = ()
+        self,
+        ids: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        logits_at: Sequence[int] = (),
     ) -> ModelOutput:
-        """``[tokens]`` int64 → hidden states, and the residual stream after each of ``taps``."""
+        """``[tokens]`` int64 → hidden states, the residual stream after each of ``taps``, and the
+        logits of the tokens at ascending ``logits_at``."""
         assert all(0 <= tap <= len(self.stack) for tap in taps), taps
-        x = self.ops.embedding(ids, self.embedding)
-        return run_layers(self.ops, x, self.stack, batch, cache, taps)
+        return ModelOutput(*self.ops.run_decoder(ids, self.whole, batch, cache, taps, logits_at))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` before the final norm → ``[rows, vocab]``."""

@@ -136,6 +136,17 @@ class Stack(Protocol):
     def __len__(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class DecoderWeights:
+    """A whole model: ``head(norm(layers(embedding(ids))))``."""
+
+    embedding: Linear
+    stack: Stack
+    norm: Tensor
+    eps: float
+    head: Linear
+
+
 class KVCache(Protocol):
     """Keys and values of all layers in fixed-size blocks, as a backend lays them out."""
 
@@ -288,6 +299,19 @@ class Ops(Protocol):
         after them, and copies of it after so many layers as each of ``taps`` says (0: before).
 
         ``entry`` ``[tokens, in]``: what layer 0 attends to in place of x, to which it is added."""
+        ...
+
+    def run_decoder(
+        self,
+        ids: Tensor,
+        weights: DecoderWeights,
+        batch: PagedBatch,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        logits_at: Sequence[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+        """One pass of a model: ``[tokens]`` int64 → what `run_stack` gives for their embeddings,
+        and the logits ``[rows, vocab]`` of the tokens at ascending ``logits_at``, if any."""
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:

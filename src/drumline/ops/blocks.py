@@ -14,7 +14,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from drumline.ops.base import KVCache, LayerWeights, MoeWeights, Ops, PagedBatch, RopeTable, Stack
+from drumline.ops.base import (
+    DecoderWeights,
+    KVCache,
+    LayerWeights,
+    MoeWeights,
+    Ops,
+    PagedBatch,
+    RopeTable,
+    Stack,
+)
+from drumline.ops.indices import pick_rows
 
 
 @dataclass(frozen=True)
@@ -89,3 +99,21 @@ def run_stack(
         if index + 1 in taps:
             tapped[index + 1] = x
     return x, tapped
+
+
+def run_decoder(
+    ops: Ops,
+    ids: Tensor,
+    weights: DecoderWeights,
+    batch: PagedBatch,
+    cache: KVCache,
+    taps: Sequence[int],
+    logits_at: Sequence[int],
+) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+    """See `Ops.run_decoder`."""
+    x = ops.embedding(ids, weights.embedding)
+    hidden, tapped = ops.run_stack(x, weights.stack, batch, cache, taps)
+    if not logits_at:
+        return hidden, tapped, None
+    rows = pick_rows(hidden, logits_at)
+    return hidden, tapped, ops.norm_linear(rows, weights.norm, weights.eps, weights.head)

@@ -10,7 +10,6 @@ path. All layers of a pass are one call. It refuses to know requests, schedules 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -22,25 +21,20 @@ from drumline.core.errors import ConfigError
 from drumline.ops.base import (
     Experts,
     KVCache,
-    LayerWeights,
     Linear,
     PagedBatch,
     RopeTable,
     Routing,
-    Stack,
 )
+from drumline.ops.native_layers import NativeLayers
 from drumline.ops.native_weights import (
-    NativeBatch,
     NativeExperts,
     NativeKV,
     NativeLinear,
-    NativeStack,
     address,
     load_experts,
     load_linear,
-    load_stack,
 )
-from drumline.ops.reference import ReferenceOps
 from drumline.ops.weights import WeightTensor
 
 # Activations as one int8 row cost 2.7e-3 of mean KL divergence from the reference and 3% of
@@ -49,7 +43,7 @@ from drumline.ops.weights import WeightTensor
 FINE = True
 
 
-class NativeOps(ReferenceOps):
+class NativeOps(NativeLayers):
     """`drumline.ops.base.Ops` for the CPU. ``path`` names an instruction set, best by default."""
 
     name = "native"
@@ -78,9 +72,6 @@ class NativeOps(ReferenceOps):
         self, gate_up: Sequence[Sequence[WeightTensor]], down: Sequence[WeightTensor]
     ) -> NativeExperts:
         return load_experts(gate_up, down)
-
-    def load_stack(self, layers: Sequence[LayerWeights], rope: RopeTable) -> NativeStack:
-        return load_stack(layers, rope)
 
     def allocate_kv(
         self, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str
@@ -207,17 +198,6 @@ class NativeOps(ReferenceOps):
 
     # ---- attention -----------------------------------------------------------------------
 
-    def prepare(self, batch: PagedBatch, block_size: int) -> NativeBatch:  # type: ignore[override]
-        if isinstance(batch, NativeBatch):
-            return batch
-        starts = array("q")
-        flat = array("q")
-        for index, block_table in enumerate(batch.block_tables):
-            count = batch.query_start[index + 1] - batch.query_start[index]
-            starts.extend([len(flat)] * count)
-            flat.extend(block_table)
-        return NativeBatch.of(batch, starts, flat)
-
     def write_kv(
         self, key: Tensor, value: Tensor, cache: KVCache, layer: int, slots: Tensor
     ) -> None:
@@ -264,86 +244,6 @@ class NativeOps(ReferenceOps):
             torch.get_num_threads(),
         )
         return out
-
-    # ---- layers --------------------------------------------------------------------------
-
-    def attend(
-        self,
-        x: Tensor,
-        stack: Stack,
-        index: int,
-        batch: PagedBatch,
-        cache: KVCache,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        assert isinstance(stack, NativeStack)
-        assert isinstance(cache, NativeKV)
-        ready = self.prepare(batch, cache.block_size)
-        x = x if x.stride(1) == 1 else x.contiguous()
-        residual = None if residual is None else residual.contiguous()
-        assert x.shape == (ready.token_count, stack.columns(index)), x.shape
-        out = x.new_empty((x.shape[0], stack.hidden))
-        stack.native.attend(
-            index,
-            self.space,
-            cache.native,
-            ready.places,
-            x.data_ptr(),
-            x.stride(0),
-            address(residual),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return out
-
-    def feed_forward(
-        self, x: Tensor, stack: Stack, index: int, residual: Tensor | None = None
-    ) -> Tensor:
-        assert isinstance(stack, NativeStack)
-        assert x.shape[1] == stack.hidden, x.shape
-        x = x.contiguous()
-        residual = None if residual is None else residual.contiguous()
-        out = torch.empty_like(x)
-        stack.native.feed_forward(
-            index,
-            self.space,
-            x.data_ptr(),
-            x.shape[0],
-            address(residual),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return out
-
-    def run_stack(
-        self,
-        x: Tensor,
-        stack: Stack,
-        batch: PagedBatch,
-        cache: KVCache,
-        taps: Sequence[int] = (),
-        entry: Tensor | None = None,
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        assert isinstance(stack, NativeStack)
-        assert isinstance(cache, NativeKV)
-        ready = self.prepare(batch, cache.block_size)
-        out = x.clone(memory_format=torch.contiguous_format)
-        assert out.shape == (ready.token_count, stack.hidden), out.shape
-        if entry is not None:
-            assert entry.shape == (ready.token_count, stack.columns(0)), entry.shape
-            entry = entry if entry.stride(1) == 1 else entry.contiguous()
-        tapped = {tap: torch.empty_like(out) for tap in taps}
-        stack.native.run(
-            self.space,
-            cache.native,
-            ready.places,
-            out.data_ptr(),
-            address(entry),
-            0 if entry is None else entry.stride(0),
-            [(tap, copy.data_ptr()) for tap, copy in tapped.items()],
-            torch.get_num_threads(),
-        )
-        return out, tapped
 
     # ---- logits --------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from drumline.ops import blocks
 from drumline.ops.base import (
+    DecoderWeights,
     Experts,
     KVCache,
     LayerWeights,
@@ -219,6 +220,17 @@ class ReferenceOps(ReferenceAttention):
         entry: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         return blocks.run_stack(self, x, stack, batch, cache, taps, entry)
+
+    def run_decoder(
+        self,
+        ids: Tensor,
+        weights: DecoderWeights,
+        batch: PagedBatch,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        logits_at: Sequence[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+        return blocks.run_decoder(self, ids, weights, batch, cache, taps, logits_at)
 
     # ---- logits --------------------------------------------------------------------------
 

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from drumline.ops import blocks
 from drumline.ops.base import (
+    DecoderWeights,
     Experts,
     FeedForwardWeights,
     KVCache,
@@ -293,6 +295,17 @@ class ShardedOps:
             if index + 1 in taps:
                 tapped[index + 1] = x
         return x, tapped
+
+    def run_decoder(
+        self,
+        ids: Tensor,
+        weights: DecoderWeights,
+        batch: PagedBatch,
+        cache: KVCache,
+        taps: Sequence[int] = (),
+        logits_at: Sequence[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+        return blocks.run_decoder(self, ids, weights, batch, cache, taps, logits_at)
 
 
 def mix_experts(

@@ -28,6 +28,17 @@ def row_offsets(rows: Sequence[Row]) -> list[int]:
     return [0, *accumulate(row.width for row in rows)][: len(rows)]
 
 
+def sampled_rows(rows: Sequence[Row], offsets: Sequence[int]) -> list[int]:
+    """Tokens of the flat batch whose logits are wanted: of each row that samples, its last
+    committed token and its drafts; ascending."""
+    picked: list[int] = []
+    for row, offset in zip(rows, offsets, strict=True):
+        if row.samples:
+            first = offset + len(row.tokens) - 1
+            picked += range(first, first + len(row.drafts) + 1)
+    return picked
+
+
 def build_inputs(
     rows: Sequence[Row], block_size: int, device: torch.device, size: int = 0
 ) -> PassInputs:

@@ -21,7 +21,7 @@ from drumline.ops.base import KVCache, Ops
 from drumline.ops.indices import pick_rows
 from drumline.sampling.accept import Accepted, Verifier
 from drumline.sampling.window import Window
-from drumline.worker.inputs import build_inputs, row_offsets
+from drumline.worker.inputs import build_inputs, row_offsets, sampled_rows
 from drumline.worker.script import StepScript
 from drumline.worker.speculator import Outcome, Speculator
 
@@ -83,10 +83,16 @@ class Worker:
         size = plan.target_size
         inputs = build_inputs(plan.rows, self.cache.block_size, self.ops.device, size)
         taps = () if self.speculator is None else self.speculator.taps
-        output = self.model.forward(inputs.ids, inputs.batch, self.cache, taps)
         offsets = row_offsets(plan.rows)
+        picked = sampled_rows(plan.rows, offsets)
+        # Among ranks that share the head its logits are a pass of their own, in the script's order.
+        at_once = picked if self.script is None else ()
+        output = self.model.forward(inputs.ids, inputs.batch, self.cache, taps, at_once)
         prompts = self._prompt_logprobs(plan.rows, offsets, output.hidden)
-        accepted = self._verify(plan.rows, offsets, output.hidden)
+        logits = output.logits
+        if picked and logits is None:
+            logits = self.model.compute_logits(pick_rows(output.hidden, picked))
+        accepted = {} if logits is None else self._verify(plan.rows, logits)
         drafts = self._draft(plan, offsets, accepted, output)
         if self.script is not None:
             self.script.end()
@@ -129,23 +135,15 @@ class Worker:
 
     # ---- sampling and drafting -----------------------------------------------------------
 
-    def _verify(
-        self, rows: Sequence[Row], offsets: Sequence[int], hidden: Tensor
-    ) -> dict[int, Accepted]:
+    def _verify(self, rows: Sequence[Row], logits: Tensor) -> dict[int, Accepted]:
         """What each sampling row yields: drafts that stand, and the target's own token."""
-        picked: list[int] = []
         windows: list[Window] = []
-        for row, offset in zip(rows, offsets, strict=True):
+        for row in rows:
             if row.samples:
                 state = self._sequences[row.number]
-                first = offset + len(row.tokens) - 1
-                picked += range(first, first + len(row.drafts) + 1)
                 probs = () if self.speculator is None else self.speculator.take_probs(row)
                 windows.append(Window(state.request, state.token_ids, row.drafts, probs))
-        if not picked:
-            return {}
-        logits = self.model.compute_logits(pick_rows(hidden, picked))  # [picked, vocab]
-        found = self.verifier.verify(logits, windows)
+        found = self.verifier.verify(logits, windows)  # [sampled rows, vocab]
         return {
             window.request.number: accepted for window, accepted in zip(windows, found, strict=True)
         }
@@ -160,6 +158,11 @@ class Worker:
         """Takes the new tokens over and asks the drafter, once per step, for the next ones.
 
         A row that cannot go on is left out: nothing of it will be read again."""
+        if self.speculator is None:
+            for number, found in accepted.items():
+                tokens = self._sequences[number].token_ids
+                tokens.extend(token.token_id for token in found.tokens)
+            return {}
         outcomes: list[Outcome] = []
         begins: list[int] = []
         for row, offset in zip(plan.rows, offsets, strict=True):
@@ -170,14 +173,12 @@ class Worker:
             committed: Sequence[int] = state.token_ids
             if outcome is not None:
                 state.token_ids.extend(token.token_id for token in outcome.tokens)
-            elif self.speculator is not None:
+            else:
                 committed = state.token_ids[: row.start + len(row.tokens) + 1]
             count = 0 if outcome is None else len(outcome.tokens) - 1
             outcomes.append(Outcome(row, state.request, committed, count, state.fresh))
             begins.append(offset)
             state.fresh = False
-        if self.speculator is None:
-            return {}
         drafts = self.speculator.draft(plan, outcomes, begins, output)
         return {outcome.row.number: found for outcome, found in zip(outcomes, drafts, strict=True)}
 
