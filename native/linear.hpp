@@ -3,7 +3,7 @@
 // Weights are interleaved by groups of 16 outputs, so that one vector holds the same few columns of
 // many outputs, and one stream of memory is read from front to back. Quantized weights keep their
 // blocks of 32 columns; activations are quantized per row and block of 32 to integers of 8 bits, or
-// of 16 where `fine`. Sums within a block are integers, hence exact in any order; blocks are added
+// where `fine`, in blocks that are louder than their row's mean, of 16. Sums within a block are integers, hence exact in any order; blocks are added
 // in ascending order in float32. So a row's bits depend on the row alone, whatever the number of
 // rows and threads (within one instruction-set path).
 #pragma once
@@ -36,6 +36,7 @@ Path best_path();
 //   scale       [tile, block, row]
 //   scaled_sum  [tile, block, row]      scale * (sum of the block's integers)
 //   offset      [tile, block, half, row]  -zero * (sum of them); halves are 16 columns or all 32
+//   loud        [tile, block]           whether a row has low bytes in the block
 enum class Numbers : std::uint8_t {
     none,    // plain weights: float32 as it came
     bytes,   // int8[32]
@@ -47,7 +48,7 @@ enum class Numbers : std::uint8_t {
 struct ActivationLayout {
     int tile = 1;
     Numbers numbers = Numbers::none;
-    bool fine = false;  // 16 bits
+    bool fine = false;  // 16 bits where a block is loud
     int zero = 0;       // the quantum that means 0
     int halves = 1;
 
@@ -68,6 +69,7 @@ public:
     std::vector<float> scale;
     std::vector<float> scaled_sum;
     std::vector<std::int32_t> offset;
+    std::vector<std::uint8_t> loud;
 };
 
 class PackedLinear {
@@ -82,8 +84,9 @@ public:
                        std::vector<std::int64_t>{outputs}, columns) {}
 
     // x [rows, columns] float32 with `x_stride` floats between rows → out [rows, outputs] likewise.
-    // `fine`: activations of quantized weights as integers of 16 bits rather than 8. Sums are as
-    // exact, products twice as many.
+    // `fine`: activations of quantized weights as integers of 16 bits rather than 8 in blocks that are
+    // loud: whose largest magnitude stands out of the row's. A fifth of the blocks holds most of the
+    // error that 8 bits leave, so most of it goes at a part of the cost.
     void multiply(const float* x, std::int64_t rows, std::int64_t x_stride, float* out,
                   std::int64_t out_stride, int threads, Path path, bool fine) const;
 

@@ -10,8 +10,8 @@
 
 #include <immintrin.h>
 
+#include <atomic>
 #include <cstring>
-#include <limits>
 
 #define DRUMLINE_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define DRUMLINE_AVX2_INLINE DRUMLINE_AVX2 __attribute__((always_inline)) inline
@@ -96,76 +96,94 @@ struct Scales4_K {
     }
 };
 
-// R rows of P planes (high bytes, low bytes) times 4-bit weights.
+// Adds the products of one block of 4-bit weights and R rows: P of their planes (high bytes, low
+// bytes), which lie `stride` planes to a row.
+template <int R, int P, int stride>
+DRUMLINE_AVX2_INLINE void nibble_products(const std::uint8_t* quanta, const std::int8_t* q,
+                                          __m256i (&dots)[R][stride][halves_of_outputs]) {
+    const __m256i low_nibbles = _mm256_set1_epi8(15);
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+        const __m256i packed_0 = bytes32(quanta + v * line_bytes);
+        const __m256i packed_1 = bytes32(quanta + v * line_bytes + 32);
+        __m256i w0 = _mm256_and_si256(packed_0, low_nibbles);
+        __m256i w1 = _mm256_and_si256(packed_1, low_nibbles);
+#pragma GCC unroll 2
+        for (int high = 0; high < 2; ++high) {
+            if (high != 0) {
+                w0 = _mm256_and_si256(_mm256_srli_epi16(packed_0, 4), low_nibbles);
+                w1 = _mm256_and_si256(_mm256_srli_epi16(packed_1, 4), low_nibbles);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+                for (int p = 0; p < P; ++p) {
+                    const __m256i x =
+                        broadcast4(q + (r * stride + p) * block_columns + 8 * v + 4 * high);
+                    const __m256i d0 = _mm256_maddubs_epi16(w0, x);
+                    const __m256i d1 = _mm256_maddubs_epi16(w1, x);
+                    const bool first = v == 0 && high == 0;
+                    dots[r][p][0] = first ? d0 : _mm256_add_epi16(dots[r][p][0], d0);
+                    dots[r][p][1] = first ? d1 : _mm256_add_epi16(dots[r][p][1], d1);
+                    in_place(dots[r][p][0]);
+                    in_place(dots[r][p][1]);
+                }
+            }
+        }
+    }
+}
+
+// Scales the sums of one block and adds them up.
+template <typename Scales, int R, int P, int stride>
+DRUMLINE_AVX2_INLINE void nibble_sums(const TileJob& job, std::int64_t b,
+                                      const __m256i (&dots)[R][stride][halves_of_outputs],
+                                      __m256 (&total)[R][halves_of_outputs]) {
+    constexpr PackedLayout packed = packed_layout(Scales::kind);
+    const std::uint8_t* scales = job.weights + packed.unit(b);
+    const std::int64_t at = b % packed.unit_blocks;
+    const __m256i ones = _mm256_set1_epi16(1);
+    const __m256i many = _mm256_set1_epi16(256);
+#pragma GCC unroll 2
+    for (int half = 0; half < halves_of_outputs; ++half) {
+        const __m256 d = Scales::d(scales, at, 0, half);
+        const __m256 m = Scales::m(scales, at, half);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            __m256i dot = _mm256_madd_epi16(dots[r][0][half], stride == 2 ? many : ones);
+            if constexpr (P == 2) {
+                dot = _mm256_add_epi32(dot, _mm256_madd_epi16(dots[r][1][half], ones));
+            }
+            if constexpr (Scales::offset) {
+                dot = _mm256_add_epi32(dot, _mm256_set1_epi32(job.offset[b * R + r]));
+            }
+            const __m256 scale = _mm256_mul_ps(d, _mm256_set1_ps(job.scale[b * R + r]));
+            total[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, total[r][half]);
+            if constexpr (Scales::minimum) {
+                total[r][half] = _mm256_fmadd_ps(m, _mm256_set1_ps(job.scaled_sum[b * R + r]),
+                                                 total[r][half]);
+            }
+        }
+    }
+}
+
+// R rows of P planes times 4-bit weights. Low bytes of a block where no row has any are left out.
 template <typename Scales, int R, int P>
 DRUMLINE_AVX2 void nibble_tile(const TileJob& job) {
     constexpr PackedLayout packed = packed_layout(Scales::kind);
-    const std::int64_t blocks = job.columns / block_columns;
-    const __m256i low_nibbles = _mm256_set1_epi8(15);
-    const __m256i ones = _mm256_set1_epi16(1);
-    const __m256i many = _mm256_set1_epi16(256);
     __m256 total[R][halves_of_outputs];
     for (int r = 0; r < R; ++r) {
         total[r][0] = total[r][1] = _mm256_setzero_ps();
     }
-    for (std::int64_t b = 0; b < blocks; ++b) {
-        const std::uint8_t* scales = job.weights + packed.unit(b);
+    for (std::int64_t b = 0; b < job.columns / block_columns; ++b) {
         const std::uint8_t* quanta = job.weights + packed.quanta(b);
-        const std::int64_t at = b % packed.unit_blocks;
         const std::int8_t* q = job.q + b * R * P * block_columns;
         __m256i dots[R][P][halves_of_outputs];
-#pragma GCC unroll 4
-        for (int v = 0; v < 4; ++v) {
-            const __m256i packed_0 = bytes32(quanta + v * line_bytes);
-            const __m256i packed_1 = bytes32(quanta + v * line_bytes + 32);
-            __m256i w0 = _mm256_and_si256(packed_0, low_nibbles);
-            __m256i w1 = _mm256_and_si256(packed_1, low_nibbles);
-#pragma GCC unroll 2
-            for (int high = 0; high < 2; ++high) {
-                if (high != 0) {
-                    w0 = _mm256_and_si256(_mm256_srli_epi16(packed_0, 4), low_nibbles);
-                    w1 = _mm256_and_si256(_mm256_srli_epi16(packed_1, 4), low_nibbles);
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-                    for (int p = 0; p < P; ++p) {
-                        const __m256i x =
-                            broadcast4(q + (r * P + p) * block_columns + 8 * v + 4 * high);
-                        const __m256i d0 = _mm256_maddubs_epi16(w0, x);
-                        const __m256i d1 = _mm256_maddubs_epi16(w1, x);
-                        const bool first = v == 0 && high == 0;
-                        dots[r][p][0] = first ? d0 : _mm256_add_epi16(dots[r][p][0], d0);
-                        dots[r][p][1] = first ? d1 : _mm256_add_epi16(dots[r][p][1], d1);
-                        in_place(dots[r][p][0]);
-                        in_place(dots[r][p][1]);
-                    }
-                }
-            }
-        }
-#pragma GCC unroll 2
-        for (int half = 0; half < halves_of_outputs; ++half) {
-            const __m256 d = Scales::d(scales, at, 0, half);
-            const __m256 m = Scales::m(scales, at, half);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                __m256i dot;
-                if constexpr (P == 2) {
-                    dot = _mm256_add_epi32(_mm256_madd_epi16(dots[r][0][half], many),
-                                           _mm256_madd_epi16(dots[r][1][half], ones));
-                } else {
-                    dot = _mm256_madd_epi16(dots[r][0][half], ones);
-                }
-                if constexpr (Scales::offset) {
-                    dot = _mm256_add_epi32(dot, _mm256_set1_epi32(job.offset[b * R + r]));
-                }
-                const __m256 scale = _mm256_mul_ps(d, _mm256_set1_ps(job.scale[b * R + r]));
-                total[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, total[r][half]);
-                if constexpr (Scales::minimum) {
-                    total[r][half] = _mm256_fmadd_ps(m, _mm256_set1_ps(job.scaled_sum[b * R + r]),
-                                                     total[r][half]);
-                }
-            }
+        if (P == 2 && job.loud[b] != 0) {
+            nibble_products<R, P, P>(quanta, q, dots);
+            nibble_sums<Scales, R, P, P>(job, b, dots, total);
+        } else {
+            nibble_products<R, 1, P>(quanta, q, dots);
+            nibble_sums<Scales, R, 1, P>(job, b, dots, total);
         }
     }
     for (int r = 0; r < R; ++r) {
@@ -391,10 +409,24 @@ DRUMLINE_AVX2_INLINE void put_numbers(std::int8_t* q, std::int64_t at, Numbers n
 }
 
 // 16 floats times `inverse`, rounded to words in order.
-DRUMLINE_AVX2_INLINE __m256i words_of(__m256 first, __m256 second, __m256 inverse) {
-    const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(first, inverse));
-    const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(second, inverse));
+DRUMLINE_AVX2_INLINE __m256i words_of(const float* from, __m256 inverse) {
+    const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from), inverse));
+    const __m256i high = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from + 8), inverse));
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
+}
+
+// The largest magnitude of 32 floats, compared as bits: infinity and what is no number are largest.
+DRUMLINE_AVX2_INLINE std::int32_t largest_bits(const float* from) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+    __m256i peaks = _mm256_setzero_si256();
+    for (int i = 0; i < 4; ++i) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 8 * i));
+        peaks = _mm256_max_epi32(peaks, _mm256_and_si256(bits, magnitude));
+    }
+    __m128i peak = _mm_max_epi32(_mm256_castsi256_si128(peaks), _mm256_extracti128_si256(peaks, 1));
+    peak = _mm_max_epi32(peak, _mm_shuffle_epi32(peak, 0x4E));
+    peak = _mm_max_epi32(peak, _mm_shuffle_epi32(peak, 0xB1));
+    return _mm_cvtsi128_si32(peak);
 }
 
 }  // namespace
@@ -424,34 +456,34 @@ Kernels kernels(WeightKind kind, bool fine) {
 DRUMLINE_AVX2 void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t row,
                                 Activations& to) {
     const RowPlace place(to, layout, row);
-    const float most = layout.fine ? largest_word : largest_byte;
-    const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF));
-    for (std::int64_t b = 0; b < to.columns / block_columns; ++b) {
-        const float* from = x + b * block_columns;
-        __m256 part[4];
-        __m256i peaks = _mm256_setzero_si256();
-        for (int i = 0; i < 4; ++i) {
-            part[i] = _mm256_loadu_ps(from + 8 * i);
-            peaks = _mm256_max_epi32(peaks, _mm256_castps_si256(_mm256_and_ps(part[i], magnitude)));
-        }
-        // Compared as bits: infinity and what is no number are the largest.
-        __m128i peak = _mm_max_epi32(_mm256_castsi256_si128(peaks),
-                                     _mm256_extracti128_si256(peaks, 1));
-        peak = _mm_max_epi32(peak, _mm_shuffle_epi32(peak, 0x4E));
-        peak = _mm_max_epi32(peak, _mm_shuffle_epi32(peak, 0xB1));
-        const float largest = _mm_cvtss_f32(_mm_castsi128_ps(peak));
-        const bool finite = _mm_cvtsi128_si32(peak) < infinity_bits;
-        const bool some = finite && largest >= smallest_activation;
-        const float scale = !finite ? std::numeric_limits<float>::quiet_NaN()
-                            : some  ? largest / most
-                                    : 0.0F;
+    const std::int64_t blocks = to.columns / block_columns;
+    float sum_of_largest = 0;
+    for (std::int64_t b = 0; b < blocks; ++b) {
+        const std::int32_t peak = largest_bits(x + b * block_columns);
+        float largest = 0;
+        std::memcpy(&largest, &peak, sizeof largest);
+        to.scale[place.block(b)] = largest;
+        sum_of_largest += peak < infinity_bits ? largest : 0.0F;
+    }
+    const float loud = loud_from(sum_of_largest, blocks);
+    for (std::int64_t b = 0; b < blocks; ++b) {
         const std::int64_t at = place.block(b);
+        const BlockScale block(to.scale[at], loud, layout.fine);
         __m256i first = _mm256_setzero_si256();
         __m256i second = first;
-        if (some) {
-            const __m256 inverse = _mm256_set1_ps(most / largest);
-            first = words_of(part[0], part[1], inverse);
-            second = words_of(part[2], part[3], inverse);
+        if (block.some) {
+            const float* from = x + b * block_columns;
+            const __m256 inverse = _mm256_set1_ps(block.inverse);
+            first = words_of(from, inverse);
+            second = words_of(from + 16, inverse);
+            if (block.step != 1) {
+                first = _mm256_slli_epi16(first, 8);
+                second = _mm256_slli_epi16(second, 8);
+            }
+        }
+        if (block.low) {  // rows of a tile may be quantized by several threads
+            std::atomic_ref(to.loud[row / layout.tile * blocks + b])
+                .store(1, std::memory_order_relaxed);
         }
         put_numbers(to.q.data(), at, layout.numbers, first, second);
         const std::int32_t sums[2] = {sum16(first), sum16(second)};
@@ -460,8 +492,8 @@ DRUMLINE_AVX2 void quantize_row(const float* x, const ActivationLayout& layout, 
             to.offset[place.half(b, h, layout.halves, row % layout.tile)] =
                 -layout.zero * (layout.halves == 1 ? sum : sums[h]);
         }
-        to.scale[at] = scale;
-        to.scaled_sum[at] = scale * static_cast<float>(sum);
+        to.scale[at] = block.scale;
+        to.scaled_sum[at] = block.scale * static_cast<float>(sum);
     }
 }
 

@@ -118,62 +118,75 @@ struct Q6_K : Nibbles {
     }
 };
 
-// R rows of P planes (high bytes, low bytes) times weights of up to 8 bits.
-template <typename Kind, int R, int P>
-DRUMLINE_VNNI void tile(const TileJob& job) {
+// One block of weights times R rows, P of whose `stride` planes (high bytes, low bytes) count.
+template <typename Kind, int R, int P, int stride>
+DRUMLINE_VNNI_INLINE void add_block(const TileJob& job, std::int64_t b, __m512 (&total)[R]) {
     constexpr int lines_per_half = 8 / Kind::halves;
     constexpr PackedLayout packed = packed_layout(Kind::kind);
-    const std::int64_t blocks = job.columns / block_columns;
+    const std::uint8_t* scales = job.weights + packed.unit(b);
+    const std::uint8_t* quanta = job.weights + packed.quanta(b);
+    const std::int64_t at = b % packed.unit_blocks;
+    const std::int8_t* q = job.q + b * R * stride * block_columns;
+#pragma GCC unroll 2
+    for (int half = 0; half < Kind::halves; ++half) {
+        const std::int32_t* offset = job.offset + (b * Kind::halves + half) * R;
+        __m512i dots[R][P];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            dots[r][0] = _mm512_setzero_si512();
+            dots[r][P - 1] = _mm512_setzero_si512();
+            if constexpr (Kind::offset && P == stride) {
+                dots[r][P - 1] = _mm512_set1_epi32(offset[r]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < lines_per_half; ++i) {
+            const int g = half * lines_per_half + i;
+            const __m512i w = Kind::line(quanta, g);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+                for (int p = 0; p < P; ++p) {
+                    const __m512i x = broadcast4(q + (r * stride + p) * block_columns + 4 * g);
+                    dots[r][p] = _mm512_dpbusd_epi32(dots[r][p], w, x);
+                }
+            }
+        }
+        const __m512 d = Kind::d(scales, at, half);
+        const __m512 m = Kind::m(scales, at);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            __m512i dot = dots[r][0];
+            if constexpr (stride == 2) {
+                dot = _mm512_slli_epi32(dot, 8);
+                if constexpr (P == 2) {
+                    dot = _mm512_add_epi32(dot, dots[r][1]);
+                } else if constexpr (Kind::offset) {
+                    dot = _mm512_add_epi32(dot, _mm512_set1_epi32(offset[r]));
+                }
+            }
+            const __m512 scale = _mm512_mul_ps(d, _mm512_set1_ps(job.scale[b * R + r]));
+            total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, total[r]);
+            if constexpr (Kind::minimum) {
+                total[r] =
+                    _mm512_fmadd_ps(m, _mm512_set1_ps(job.scaled_sum[b * R + r]), total[r]);
+            }
+        }
+    }
+}
+
+// R rows of P planes. Low bytes of a block where no row has any are left out.
+template <typename Kind, int R, int P>
+DRUMLINE_VNNI void tile(const TileJob& job) {
     __m512 total[R];
     for (int r = 0; r < R; ++r) {
         total[r] = _mm512_setzero_ps();
     }
-    for (std::int64_t b = 0; b < blocks; ++b) {
-        const std::uint8_t* scales = job.weights + packed.unit(b);
-        const std::uint8_t* quanta = job.weights + packed.quanta(b);
-        const std::int64_t at = b % packed.unit_blocks;
-        const std::int8_t* q = job.q + b * R * P * block_columns;
-#pragma GCC unroll 2
-        for (int half = 0; half < Kind::halves; ++half) {
-            __m512i dots[R][P];
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                if constexpr (P == 2) {
-                    dots[r][0] = _mm512_setzero_si512();
-                }
-                dots[r][P - 1] =
-                    Kind::offset
-                        ? _mm512_set1_epi32(job.offset[(b * Kind::halves + half) * R + r])
-                        : _mm512_setzero_si512();
-            }
-#pragma GCC unroll 8
-            for (int i = 0; i < lines_per_half; ++i) {
-                const int g = half * lines_per_half + i;
-                const __m512i w = Kind::line(quanta, g);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-                    for (int p = 0; p < P; ++p) {
-                        const __m512i x = broadcast4(q + (r * P + p) * block_columns + 4 * g);
-                        dots[r][p] = _mm512_dpbusd_epi32(dots[r][p], w, x);
-                    }
-                }
-            }
-            const __m512 d = Kind::d(scales, at, half);
-            const __m512 m = Kind::m(scales, at);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                __m512i dot = dots[r][P - 1];
-                if constexpr (P == 2) {
-                    dot = _mm512_add_epi32(dot, _mm512_slli_epi32(dots[r][0], 8));
-                }
-                const __m512 scale = _mm512_mul_ps(d, _mm512_set1_ps(job.scale[b * R + r]));
-                total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, total[r]);
-                if constexpr (Kind::minimum) {
-                    total[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(job.scaled_sum[b * R + r]),
-                                               total[r]);
-                }
-            }
+    for (std::int64_t b = 0; b < job.columns / block_columns; ++b) {
+        if (P == 2 && job.loud[b] != 0) {
+            add_block<Kind, R, P, P>(job, b, total);
+        } else {
+            add_block<Kind, R, 1, P>(job, b, total);
         }
     }
     for (int r = 0; r < R; ++r) {

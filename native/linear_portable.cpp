@@ -2,7 +2,6 @@
 // have none. Products and sums are rounded one by one (the file is built without contraction).
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "linear_kernels.hpp"
 
@@ -228,30 +227,31 @@ Kernels kernels(WeightKind kind, bool fine) {
 void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t row,
                   Activations& to) {
     const RowPlace place(to, layout, row);
-    const float most = layout.fine ? largest_word : largest_byte;
-    const int width = block_columns / layout.halves;
-    for (std::int64_t b = 0; b < to.columns / block_columns; ++b) {
-        const float* from = x + b * block_columns;
+    const std::int64_t blocks = to.columns / block_columns;
+    float sum_of_largest = 0;
+    for (std::int64_t b = 0; b < blocks; ++b) {
         std::int32_t peak = 0;  // compared as bits: infinity and what is no number are the largest
         for (int i = 0; i < block_columns; ++i) {
             std::int32_t bits = 0;
-            std::memcpy(&bits, from + i, sizeof bits);
+            std::memcpy(&bits, x + b * block_columns + i, sizeof bits);
             bits &= 0x7FFFFFFF;
             peak = bits > peak ? bits : peak;
         }
         float largest = 0;
         std::memcpy(&largest, &peak, sizeof largest);
-        const bool finite = peak < infinity_bits;
-        const bool some = finite && largest >= smallest_activation;
-        const float inverse = some ? most / largest : 0.0F;
-        const float scale = !finite ? std::numeric_limits<float>::quiet_NaN()
-                            : some  ? largest / most
-                                    : 0.0F;
-        std::int16_t q[block_columns] = {};
-        for (int i = 0; some && i < block_columns; ++i) {
-            q[i] = static_cast<std::int16_t>(std::nearbyint(from[i] * inverse));
-        }
+        to.scale[place.block(b)] = largest;
+        sum_of_largest += peak < infinity_bits ? largest : 0.0F;
+    }
+    const float loud = loud_from(sum_of_largest, blocks);
+    const int width = block_columns / layout.halves;
+    for (std::int64_t b = 0; b < blocks; ++b) {
         const std::int64_t at = place.block(b);
+        const BlockScale block(to.scale[at], loud, layout.fine);
+        std::int16_t q[block_columns] = {};
+        for (int i = 0; block.some && i < block_columns; ++i) {
+            const float whole = std::nearbyint(x[b * block_columns + i] * block.inverse);
+            q[i] = static_cast<std::int16_t>(static_cast<int>(whole) * block.step);
+        }
         std::memcpy(to.q.data() + at * static_cast<std::int64_t>(sizeof q), q, sizeof q);
         std::int32_t sum = 0;
         for (int h = 0; h < layout.halves; ++h) {
@@ -262,8 +262,8 @@ void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t r
             to.offset[place.half(b, h, layout.halves, row % layout.tile)] = -layout.zero * part;
             sum += part;
         }
-        to.scale[at] = scale;
-        to.scaled_sum[at] = scale * static_cast<float>(sum);
+        to.scale[at] = block.scale;
+        to.scaled_sum[at] = block.scale * static_cast<float>(sum);
     }
 }
 

@@ -104,7 +104,7 @@ void expect_close(const Case& one, const PackedLinear& packed, const std::vector
             continue;
         }
         const double error = std::fabs(got - exact);
-        const double bound = packed.quantized() && !one.fine ? 0.02 : 2e-3;
+        const double bound = packed.quantized() ? 0.02 : 1e-3;
         expect(error <= bound * size + 1e-20, "far from the exact product");
     }
 }

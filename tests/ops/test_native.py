@@ -75,8 +75,8 @@ def test_linear_is_close_to_the_reference(path: str, kind: str, shape: tuple[int
     x = torch.randn(9, shape[1])
     out = ops.linear(x, ops.load_linear([raw], bias))
     exact = x.double() @ raw.to_float().double().t() + bias
-    # Two int8 rows leave about 1e-4 of an activation; one would leave 1e-2.
-    assert (out - exact).norm() <= (3e-4 if kind in QUANTIZED else 1e-5) * exact.norm()
+    # These rows have no block that stands out: 8 bits, which leave about 1e-2 of an activation.
+    assert (out - exact).norm() <= (2e-2 if kind in QUANTIZED else 1e-5) * exact.norm()
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

@@ -69,12 +69,25 @@ def test_close_to_exact_products(path: str, kind: str, shape: tuple[int, int]) -
     raw = weight(kind, *shape, seed=1)
     x = torch.randn(11, shape[1])
     exact = x.double() @ raw.to_float().double().t()
-    for fine, error in ((True, 1e-4), (False, 2e-2)):
+    for fine in (True, False):
         out = multiply(x, pack(raw), path, fine)
-        bound = error if kind in QUANTIZED else 1e-5
+        bound = 2e-2 if kind in QUANTIZED else 1e-5
         assert (out - exact).norm() <= bound * exact.norm()
-        if kind in QUANTIZED and not fine and shape[0] > 1:
-            assert (out - exact).norm() > 1e-3 * exact.norm(), "8 bits cannot be that good"
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_loud_blocks_have_sixteen_bits(path: str, kind: str) -> None:
+    """What stands out of a row by much is most of it, and of the error that 8 bits would leave."""
+    raw = weight(kind, 64, 1024, seed=1)
+    x = torch.randn(11, 32, 32) * 1e-3
+    for row in range(11):  # other blocks in each row, so that rows of a tile differ
+        x[row, row::6] = torch.randn(x[row, row::6].shape)
+    x = x.reshape(11, 1024)
+    exact = x.double() @ raw.to_float().double().t()
+    error = [(multiply(x, pack(raw), path, fine) - exact).norm() for fine in (True, False)]
+    assert error[0] <= 1e-4 * exact.norm()
+    assert error[1] >= 1e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -87,6 +100,7 @@ def test_whole_numbers_lose_nothing(path: str, fine: bool, kind: str) -> None:
     most = 32512 if fine else 127
     x = torch.randint(-most, most + 1, (9, 16, 32)).float()
     x[:, :, 0] = -most
+    x[:, 1::2] = 0.0  # so that the others stand out
     x = (x * 2.0**-12).reshape(9, 512)
     exact = x.double() @ raw.to_float().double().t()
     out = multiply(x, pack(raw), path, fine)
@@ -106,6 +120,7 @@ def test_the_largest_sums_do_not_overflow(path: str, kind: str, quantum: int) ->
         for value in (most, -most, most - 128.0):
             x = torch.full((5, 256), value)
             x[:, ::32] = most
+            x.view(5, 8, 32)[:, 1::2] = 0.0  # so that the others stand out
             exact = x.double() @ raw.to_float().double().t()
             out = multiply(x, pack(raw), path, fine)
             assert (out - exact).abs().max() <= 1e-6 * exact.abs().max()
@@ -151,10 +166,9 @@ def test_vector_paths_agree_to_the_bit(kind: str, fine: bool) -> None:
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("fine", [True, False])
 def test_the_portable_twin_has_the_same_integers(kind: str, fine: bool) -> None:
-    """One block alone (two of Q6_K) is one product of an exact integer: the same bits in float."""
-    columns = BLOCK_LAYOUTS[kind].elements
-    packed = pack(weight(kind, 48, columns, seed=6))
-    x = torch.zeros(7, columns)
+    """One block alone (half of one of Q6_K) is one product of an exact integer: the same bits."""
+    packed = pack(weight(kind, 48, 256, seed=6))
+    x = torch.zeros(7, 256)
     x[:, :16] = torch.randn(7, 16)
     outs = [multiply(x, packed, path, fine) for path in PATHS]
     for out in outs[1:]:
@@ -189,7 +203,7 @@ def test_very_small_and_very_large_activations(path: str) -> None:
     for factor in (1e-20, 1e20):
         out = multiply(x * factor, packed, path)
         exact = (x * factor).double() @ raw.to_float().double().t()
-        assert (out - exact).norm() <= 1e-4 * exact.norm()
+        assert (out - exact).norm() <= 2e-2 * exact.norm()
     tiny = torch.full((1, 64), 1e-42)
     assert torch.equal(multiply(tiny, packed, path), torch.zeros(1, 16))
 
