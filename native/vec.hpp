@@ -10,6 +10,10 @@
 
 #define DRUMLINE_INLINE inline __attribute__((always_inline))
 
+#if defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
+#define _Float16 __fp16  // GCC 12 has the type under Arm's name only
+#endif
+
 namespace drumline {
 
 typedef float v8f __attribute__((vector_size(32)));
