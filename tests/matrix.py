@@ -35,12 +35,17 @@ from drafting.world import VOCAB, truth
 from drumline.engine.llm import LLM
 from drumline.models.tiny import write_tiny
 from engine.circumstances import CHUNKS, DRAFT_LENGTHS, K, Truth, check
+from parallel_engine import layouts
+from parallel_engine.fleet import Fleets
 
 ROOT = Path(__file__).resolve().parents[1]
 # The rooms that take part in a run, and the tests' modules that say what a run is.
 DECIDING = ("core", "config", "kvcache", "lockstep", "scheduler", "fleet")
 COMPUTING = ("parallel", "ops", "models", "sampling", "drafting", "worker", "engine")
-RUN = ("drafting/methods.py", "drafting/world.py", "engine/circumstances.py")
+RUN = (
+    *("drafting/methods.py", "drafting/world.py", "engine/circumstances.py"),
+    *("parallel_engine/fleet.py", "parallel_engine/layouts.py"),
+)
 FACTORS: dict[str, tuple[Any, ...]] = {
     "k": K,
     "draft_length": DRAFT_LENGTHS,
@@ -184,6 +189,38 @@ def run_all(results: Results, folder: Path, deadline: float) -> str:
     return _backend(target)
 
 
+LAYOUT = "layout"  # the method's place in entries of several ranks
+
+
+def run_layouts(results: Results, folder: Path, deadline: float) -> None:
+    """Runs what is left of several ranks, each combination an engine of its own."""
+    left = [case for case in layouts.combinations() if results.wanted(layouts.name_of(case))]
+    if not left or time.monotonic() > deadline:
+        return
+    fleets = Fleets()
+    try:
+        checks = layouts.Layouts(layouts.write_model(folder / "layouts"), fleets.start)
+        for number, case in enumerate(left, 1):
+            if time.monotonic() > deadline:
+                return
+            entry: dict[str, Any] = {"name": layouts.name_of(case), "method": LAYOUT, **case}
+            try:
+                core = checks.check(case)
+                stats = core.speculation
+                sums = {"drafted": stats.drafted, "accepted": stats.accepted}
+                entry |= {"problem": None, "steps": core.counters.steps, **sums}
+            except Exception as error:  # whatever it is belongs to the result
+                text = f"{type(error).__name__}: {error}".splitlines()[0][:400]
+                entry["problem"] = text
+                print(f"DIFFERENT {entry['name']}\n  {text}", flush=True)
+            results.add(entry)
+            fleets.close_all()
+            if number % 20 == 0 or number == len(left):
+                print(f"layouts {number}/{len(left)}", flush=True)
+    finally:
+        fleets.close()
+
+
 def _backend(target: Path) -> str:
     llm = LLM(model=str(target), threads=1, max_model_len=16)
     path = getattr(llm.core.worker.ops, "path", None)
@@ -223,6 +260,34 @@ drafts of a step, `random` now and then.
 """
 
 
+LAYOUTS = """
+## Several ranks
+
+A batch of ten requests on a miniature with experts, over replicas (dp) and ranks that share each
+layer (tp), with experts spread over all ranks or not: without drafts, and with ngram, draft_model,
+eagle3, mtp (both with experts of their own) and dflash, each with a static length, a table and an
+adaptive one. At tp = 1 *equal* means the bits of one rank; at tp = 2 the same tokens,
+log-probabilities within 1e-4, and the same bits whatever dp and whoever drafts. In all of them
+every rank's log of collectives is that of its group's others, and there is one exchange before each
+step.
+
+| layout | equal |
+| --- | ---: |
+"""
+
+
+def _layout_rows(results: Results) -> tuple[dict[str, tuple[int, int]], int]:
+    """Per layout (equal, wanted), and all that are wanted."""
+    rows: dict[str, tuple[int, int]] = {}
+    cases = list(layouts.combinations())
+    for case in cases:
+        name = " ".join(layouts.name_of(case).split()[1:4])
+        good, count = rows.get(name, (0, 0))
+        done = results.done.get(layouts.name_of(case), {}).get("problem", "not run") is None
+        rows[name] = (good + done, count + 1)
+    return rows, len(cases)
+
+
 def write_page(page: Path, results: Results, code: Code, backend: str) -> tuple[int, int]:
     """Writes the page; gives (equal, wanted)."""
     rows: list[str] = []
@@ -239,10 +304,16 @@ def write_page(page: Path, results: Results, code: Code, backend: str) -> tuple[
         cells = [method.name, f"{len(good)} of {asked}", str(preempted), *map("{:,}".format, sums)]
         rows.append(f"| {' | '.join(cells)} |\n")
     failed = [one for one in results.done.values() if one["problem"] is not None]
+    shared, asked_layouts = _layout_rows(results)
+    equal += sum(good for good, _ in shared.values())
+    wanted += asked_layouts
     text = HEAD + f"**{equal:,} of {wanted:,} combinations are equal, {len(failed)} differ"
     text += f", {wanted - equal - len(failed):,} were not run.**\n"
     text += f"Code: commit {code.commit}. Operations: {backend}, one thread.\n\n"
     text += TABLE + "".join(rows) + TAIL
+    text += LAYOUTS + "".join(
+        f"| {name} | {good} of {count} |\n" for name, (good, count) in shared.items()
+    )
     text += "\nCombinations that a method cannot have, each refused by the configuration:\n\n"
     text += "".join(f"- {reason} ({count})\n" for reason, count in barred.items())
     if failed:
@@ -264,6 +335,7 @@ def main() -> int:
     deadline = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as folder:
         backend = run_all(results, Path(folder), deadline)
+        run_layouts(results, Path(folder), deadline)
     equal, wanted = write_page(arguments.page, results, code, backend)
     print(f"matrix: {equal} of {wanted} combinations are equal")
     return 0 if equal == wanted else 1

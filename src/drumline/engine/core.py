@@ -238,7 +238,7 @@ class EngineCore:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def load_now(self) -> Load:
+    def load_now(self, wait: bool = True) -> Load:
         return Load(
             step=self.counters.steps,
             running=self.scheduler.running_count,

@@ -28,12 +28,11 @@ from drumline.core.request import FinishReason, Request
 from drumline.engine.cluster import Cluster, end, end_in_order, start_ranks
 from drumline.engine.core import Counters, Load
 from drumline.engine.facts import EngineFacts, gather_facts, places
+from drumline.engine.hearing import GRACE_SECONDS, Hearing
 from drumline.engine.messages import (
     Ask,
     Begin,
     Cancel,
-    Deltas,
-    FromRank,
     Pause,
     Paused,
     Ping,
@@ -44,23 +43,20 @@ from drumline.engine.messages import (
     Submit,
     Told,
     Trial,
-    Trouble,
     Warm,
-    Woken,
 )
 from drumline.engine.opening import Opened, open_engine
 from drumline.engine.outputs import OutputDelta
 from drumline.engine.ranks import Nursery, Ranks
 from drumline.engine.tally import Tally, draft_lengths, summed
-from drumline.engine.verdict import verdict
 from drumline.fleet.router import Router
 from drumline.lockstep.forming import Formed, form
 from drumline.models.tokenizer import Tokenizer
 
 LOG = logging.getLogger("drumline.engine")
 LOOK_SECONDS = 0.1  # the longest that `step` waits for something to happen
-GRACE_SECONDS = 0.5  # for ranks to say why they end, after the first did
 STOP_SECONDS = 10.0
+GROUP_PATIENCE = 3
 FORGOTTEN_SECONDS = 3.0  # for the same, where nobody closes the engine
 NO_TRIAL = Trial()
 
@@ -84,11 +80,7 @@ class FleetCore:
         self._router = Router(self.mesh.dp)
         self._tally = Tally()
         self._deltas: list[OutputDelta] = []
-        self._answers: dict[type[FromRank], dict[int, FromRank]] = {}
-        self._troubles: dict[int, Trouble] = {}
-        self._last_steps: dict[int, int] = {}
-        self._heard = dict.fromkeys(self.mesh.leaders, time.monotonic())
-        self._asked: dict[int, float] = {}  # leader: when it was asked for a sign of life
+        self._hearing = Hearing(ranks, self._take)
         self._broken: DrumlineError | None = None
         self._closed = self._serving = False
         self._finalizer = weakref.finalize(self, end, ranks, FORGOTTEN_SECONDS)
@@ -168,9 +160,10 @@ class FleetCore:
             chosen = self._router.place(
                 request.number, request.prompt_token_ids, request.max_tokens, able
             )
-            self._tally.begin(request, chosen)
             leader = self.mesh.leaders[chosen]
-            self._expect(leader)
+            if not self._tally.busy(chosen):
+                self._hearing.expect(leader)
+            self._tally.begin(request, chosen)
             self.ranks.tell(leader, Submit(requests=(request,)))
 
     def cancel(self, number: int) -> None:
@@ -189,7 +182,7 @@ class FleetCore:
         if self._broken is None:
             if not self._deltas:
                 self.ranks.wait(LOOK_SECONDS, self.also)
-            self._listen()
+            self._hearing.listen()
             self._watch()
         if self._broken is not None and self._tally.ended_by_failure:
             self._tally.ended_by_failure = False
@@ -218,11 +211,16 @@ class FleetCore:
         take every step together, else summed over them."""
         return draft_lengths(self.told(), self.mesh.agrees)
 
-    def load_now(self) -> Load:
+    def load_now(self, wait: bool = True) -> Load:
+        """What all replicas hold; without ``wait`` what they said last, which is asked anew."""
         if self._broken is not None:
             raise EngineDead(str(self._broken))
-        self._ask(Ping(), Pong)
-        said = [word for word in self._answers.get(Pong, {}).values() if isinstance(word, Pong)]
+        if wait:
+            self._ask(Ping(), Pong)
+        else:
+            self._ask(Ping(), None)
+            self._hearing.listen()
+        said = [word for word in self._hearing.answers[Pong].values() if isinstance(word, Pong)]
         return Load(
             step=max(word.step for word in said),
             running=sum(word.running for word in said),
@@ -247,7 +245,7 @@ class FleetCore:
         self._closed = True
         if self._broken is None:
             end_in_order(self.ranks, STOP_SECONDS)
-            self._listen()
+            self._hearing.listen()
         self._end_all(FinishReason.ABORT, None)
         self._drop()
 
@@ -256,24 +254,6 @@ class FleetCore:
         self.ranks.close()
 
     # ---- ranks ---------------------------------------------------------------------------
-
-    def _listen(self) -> None:
-        """Takes in everything that has come."""
-        for rank, word in self.ranks.receive():
-            self._heard[rank] = time.monotonic()
-            self._asked.pop(rank, None)
-            match word:
-                case Deltas(deltas, step):
-                    self._last_steps[rank] = step
-                    self._take(deltas)
-                case Trouble():
-                    self._troubles[rank] = word
-                case Woken():
-                    for leader in self.mesh.leaders:
-                        if leader != rank:
-                            self.ranks.tell(leader, word)
-                case _:
-                    self._answers.setdefault(type(word), {})[rank] = word
 
     def _take(self, deltas: Sequence[OutputDelta]) -> None:
         for delta in deltas:
@@ -286,60 +266,36 @@ class FleetCore:
                 self._router.ended(delta.number)
             self._deltas.append(replace(delta, replica=replica))
 
-    def _expect(self, leader: int) -> None:
-        """Something was asked of a leader: from now on it must be heard."""
-        if not self._tally.busy(self.mesh.leaders.index(leader)):
-            self._heard[leader] = time.monotonic()
+    @property
+    def _patience(self) -> float:
+        """Seconds without a word from a leader at work. Ranks that share collectives watch each
+        other, and know better: they are given the time to say so."""
+        return self.facts.step_deadline_seconds * (GROUP_PATIENCE if self._hearing.grouped else 1)
 
     def _watch(self) -> None:
         """Sees deaths, last words, and leaders that have work and say nothing."""
         if self._closed:
             return
-        if self._troubles or self.ranks.died or self.ranks.nursery_gone:
+        if self._hearing.broke:
             self._fail(())
             return
         mode = self.resolved.config.runtime.watchdog
         if mode == "off":
             return
-        now, seconds = time.monotonic(), self.facts.step_deadline_seconds
-        for replica, leader in enumerate(self.mesh.leaders):
-            if not self._tally.busy(replica):
-                continue
-            asked = self._asked.get(leader)
-            if asked is None and now - self._heard[leader] > seconds / 4:
-                self._asked[leader] = now
-                self.ranks.tell(leader, Ping())
-            elif asked is not None and now - asked > seconds + GRACE_SECONDS:
-                if mode == "enforce":
-                    self._fail((leader,))
-                    return
-                del self._asked[leader]
+        busy = [
+            leader for replica, leader in enumerate(self.mesh.leaders) if self._tally.busy(replica)
+        ]
+        late = self._hearing.overdue(busy, self._patience)
+        if late and mode == "enforce":
+            self._fail(late)
+        elif late:
+            LOG.error("watchdog: rank %d says nothing for %.1f s", late[0], self._patience)
 
     def _fail(self, overdue: tuple[int, ...]) -> None:
         """The ranks have broken: all of them end, and every request is told who is to blame."""
-        everybody = set(self.mesh.ranks)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < deadline and not overdue:
-            if everybody <= self._troubles.keys() | self.ranks.died.keys():
-                break
-            if not self.mesh.agrees and self.mesh.tp == 1:
-                break  # nobody else is concerned
-            self.ranks.wait(deadline - time.monotonic())
-            self._listen()
-        silent = tuple(sorted(everybody - self._troubles.keys() - self.ranks.died.keys()))
-        concerned = overdue or (silent if self.mesh.agrees or self.mesh.tp > 1 else ())
-        error = verdict(
-            self._troubles,
-            self.ranks.died,
-            self.ranks.processes,
-            concerned,
-            self.ranks.ring,
-            self._last_steps,
-            self.mesh,
-        )
-        self._broken = error
+        self._broken = self._hearing.verdict(overdue)
         self.ranks.kill()
-        self._end_all(FinishReason.ERROR, str(error))
+        self._end_all(FinishReason.ERROR, str(self._broken))
         self._tally.ended_by_failure = True
         self._drop()
 
@@ -356,7 +312,7 @@ class FleetCore:
         """Every leader's sums; the last known ones where there is nobody to ask."""
         if self._broken is None and not self._closed:
             self._ask(Ask(), Told)
-        known = self._answers.get(Told, {})
+        known = self._hearing.answers.get(Told, {})
         return {rank: word for rank, word in known.items() if isinstance(word, Told)}
 
     def _ask(self, question: msgspec.Struct, kind: type[Answer] | None) -> None:
@@ -364,11 +320,11 @@ class FleetCore:
         if self._broken is not None or self._closed:
             raise EngineDead(str(self._broken or "the engine was closed"))
         if kind is not None:
-            self._answers.pop(kind, None)
+            self._hearing.answers.pop(kind, None)
         for leader in self.mesh.leaders:
             self.ranks.tell(leader, question)
         if kind is not None:
-            seconds = self.facts.step_deadline_seconds + GRACE_SECONDS
+            seconds = self._patience + GRACE_SECONDS
             self._gather(kind, self.mesh.leaders, time.monotonic() + seconds, "does not answer")
 
     def _gather(
@@ -377,7 +333,7 @@ class FleetCore:
         """One answer from each; raises what the ranks broke with, or `DeadlineExceeded`."""
         began = time.monotonic()
         while True:
-            known = self._answers.get(kind, {})
+            known = self._hearing.answers.get(kind, {})
             missing = [rank for rank in ranks if rank not in known]
             if not missing:
                 found = {rank: known[rank] for rank in ranks}
@@ -393,8 +349,8 @@ class FleetCore:
                 assert self._broken is not None
                 raise self._broken
             self.ranks.wait(left)
-            self._listen()
-            if self._troubles or self.ranks.died or self.ranks.nursery_gone:
+            self._hearing.listen()
+            if self._hearing.broke:
                 self._fail(())
                 assert self._broken is not None
                 raise self._broken

@@ -96,7 +96,7 @@ class _Loop:
                 for number in numbers:
                     self.core.cancel(number)
             case Ping():
-                load = self.core.load_now()
+                load = self.core.load_now(wait=False)
                 self.link.send(Pong(load.step, load.running, load.waiting, load.kv_usage))
             case Stop():
                 self.stopping = True

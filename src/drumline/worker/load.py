@@ -17,19 +17,21 @@ from drumline.models.checkpoint import Checkpoint
 from drumline.models.registry import model_module
 from drumline.models.sharding import WHOLE, ShardedTensors, Share, shard_config
 from drumline.ops import load_ops
-from drumline.ops.base import Ops, PagedBatch
+from drumline.ops.base import Ops
 from drumline.ops.sharded import ShardedOps
 from drumline.parallel.groups import RankComms
 from drumline.sampling.accept import Verifier
 from drumline.sampling.draft import DraftSampler
 from drumline.sampling.draw import Drawer, draw_tokens
 from drumline.sampling.sampler import Sampler
+from drumline.worker.inputs import build_inputs
 from drumline.worker.script import ScriptedPasses, StepScript
 from drumline.worker.sharing import SharedDraftSampler, SharedVerifier
 from drumline.worker.speculator import Speculator
 from drumline.worker.worker import Worker
 
 WARMUP_TOKENS = 32
+WARMUP_PASSES = 3
 
 # Whose errors cost drafts and nothing else: they share no pass with anybody.
 CONTAINED = (*HOST_METHODS, "custom_class")
@@ -162,20 +164,19 @@ def _drafter_share(ops: Ops, shards: int) -> Share:
 
 def warm_up(worker: Worker, tokens: int = WARMUP_TOKENS) -> float:
     """Runs passes that write nothing, so that no request pays for first calls; returns the seconds
-    that one token took in the second of them."""
-    count = min(tokens, worker.cache.block_size)
-    batch = PagedBatch(
-        positions=torch.arange(count, device=worker.ops.device),
-        slots=torch.full((count,), -1, dtype=torch.int64, device=worker.ops.device),
-        query_start=(0, count),
-        block_tables=((0,),),
-    )
-    ids = torch.zeros(count, dtype=torch.int64, device=worker.ops.device)
-    seconds = 0.0
+    that one token more takes. The quickest of a few passes counts: what is slower waited for other
+    ranks or other programs, and a deadline must not grow with that."""
     with torch.inference_mode():
-        for _ in range(2):
-            began = time.monotonic()
-            output = worker.model.forward(ids, batch, worker.cache)
-            worker.model.compute_logits(output.hidden[-1:])
-            seconds = time.monotonic() - began
-    return seconds / count
+        single, many = (
+            min(_masked_pass(worker, count) for _ in range(WARMUP_PASSES)) for count in (1, tokens)
+        )
+    return max((many - single) / (tokens - 1), many / (2 * tokens))
+
+
+def _masked_pass(worker: Worker, count: int) -> float:
+    """Seconds of a target pass of padding, with logits of one token."""
+    inputs = build_inputs((), worker.cache.block_size, worker.ops.device, count)
+    began = time.monotonic()
+    output = worker.model.forward(inputs.ids, inputs.batch, worker.cache)
+    worker.model.compute_logits(output.hidden[-1:])
+    return time.monotonic() - began
