@@ -17,8 +17,8 @@ from drumline.core.params import SamplingParams
 from drumline.core.plan import StepPlan, StepResult
 from drumline.drafting.registry import drafter_facts
 from drumline.drafting.testing import TRUTH
-from drumline.engine.opening import model_facts
 from drumline.engine.llm import LLM
+from drumline.engine.opening import model_facts
 from drumline.engine.outputs import RequestOutput
 from drumline.models.checkpoint import open_checkpoint
 

@@ -28,9 +28,10 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps every token. ``logprobs`` is the number of
     best alternatives to report beside the token itself (0: the token alone, -1: the vocabulary).
     ``max_tokens`` None means up to the model's limit. ``seed`` None, or -1 as in vLLM, lets the
-    engine derive one, which the output reports; other negative seeds count modulo 2**64. ``num_speculative_tokens`` is the most drafts per step, 0 for none
-    and None for as many as the engine is configured for; it changes the clock and no token. Raises
-    `RequestError` naming the parameter.
+    engine derive one, which the output reports; other negative seeds count modulo 2**64.
+    ``num_speculative_tokens`` is the most drafts per step, 0 for none and None for as many as the
+    engine is configured for; it changes the clock and no token. Raises `RequestError` naming the
+    parameter.
     """
 
     n: int = 1
