@@ -18,6 +18,12 @@ from drumline.core.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
 TABLES = ("d2t", "t2d")
+KEPT = (  # of an earlier card
+    "- data:",
+    "- seen in training:",
+    "- training, starts from:",
+    "- training, copying grafted: True",
+)
 
 
 def weights_digest(folder: Path) -> str:
@@ -55,10 +61,6 @@ def describe_start(folder: Path | None) -> str:
         return "chance"
     card = folder / "README.md"
     lines = card.read_text(encoding="utf-8").splitlines() if card.exists() else []
-    made = [
-        line.removeprefix("- ")
-        for line in lines
-        if line.startswith(("- data:", "- seen in training:", "- training, starts from:"))
-    ]
+    made = [line.removeprefix("- ") for line in lines if line.startswith(KEPT)]
     history = "; ".join(made) or "a head without a card"
     return f"weights {weights_digest(folder)[:12]} ({history})"
