@@ -31,8 +31,11 @@ ROUNDS = 3
 EXIT_DIFFERENT = 1
 EXIT_INTERRUPTED = 130
 # What is tried where no --speculative-config is given: the head that ships with the package for
-# this model, and for a model without one the drafter that needs none.
-HEAD = '{"method": "mtp", "num_speculative_tokens": 3, "draft_length": "adaptive"}'
+# this model, behind a lookup, and for a model without one the drafter that needs none.
+HEAD = """{
+    "method": "mtp", "num_speculative_tokens": 3, "draft_length": "adaptive",
+    "prompt_lookup_min": 2, "prompt_lookup_max": 4
+}"""
 LOOKUP = """{
     "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4
 }"""
