@@ -216,6 +216,13 @@ class ParallelConfig(Part):
         high=65535,
         when_none="the one after master_port",
     )
+    data_parallel_backend: str = option(
+        "mp",
+        Kind.CHOICE,
+        "who starts replicas: mp machines themselves, ray a Ray cluster (extra ray)",
+        short="-dpb",
+        choices=("mp", "ray"),
+    )
     headless: bool = option(
         False, Kind.SWITCH, "serve replicas for node 0 and answer nobody; for serve"
     )

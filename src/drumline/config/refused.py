@@ -56,7 +56,6 @@ REFUSED: dict[str, str] = {
     # ranks and machines
     "data_parallel_rank": _ONE_RANK,
     "data_parallel_start_rank": _ONE_RANK,
-    "data_parallel_backend": _ONE_RANK,
     "data_parallel_hybrid_lb": _ONE_RANK,
     "data_parallel_external_lb": _ONE_RANK,
     "data_parallel_multi_port_external_lb": _ONE_RANK,
@@ -105,7 +104,6 @@ REFUSED: dict[str, str] = {
 REFUSED_SHORT: dict[str, str] = {
     "-dpn": "data_parallel_rank",
     "-dpr": "data_parallel_start_rank",
-    "-dpb": "data_parallel_backend",
     "-dph": "data_parallel_hybrid_lb",
     "-dpe": "data_parallel_external_lb",
     "-dpm": "data_parallel_multi_port_external_lb",

@@ -20,6 +20,7 @@ from drumline.config.speculative import PREFIX, SHORTCUTS
 # Fields that may differ between ranks that share collectives, or that concern the host alone.
 _LOCAL_FIELDS = frozenset(
     {"threads", "kv_cache_memory_bytes", "strict_config", "node_rank", "headless"}
+    | {"data_parallel_backend"}
 )
 
 # Told key by key, as `SpeculativeConfig` has them.

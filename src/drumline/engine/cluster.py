@@ -10,9 +10,11 @@ import contextlib
 import socket
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from drumline.config import EngineConfig
 from drumline.core.errors import ConfigError
 from drumline.core.ledger import Ring, parse_ring
 from drumline.engine.messages import (
@@ -30,10 +32,13 @@ from drumline.engine.messages import (
     decode_from_rank,
     encode,
 )
-from drumline.engine.opening import Opened
+from drumline.engine.opening import Opened, open_engine
 from drumline.engine.pipes import Pipe
 from drumline.engine.ranks import Nursery, Ranks
 from drumline.fleet.nodes import Nodes, nodes_of
+
+if TYPE_CHECKING:
+    from drumline.engine.ray_nodes import RayNodes
 
 EXIT_LOST = 255  # the code of ranks whose machine is gone
 
@@ -49,6 +54,7 @@ class Cluster:
         self._rings: dict[int, bytes] = {}
         self._nodes: dict[int, Pipe[FromNode]] = {}
         self._unknown: list[Pipe[FromNode]] = []
+        self.helpers: RayNodes | None = None  # who started the other machines' shares
         self._listener = _listen(nodes)
         try:
             self.local = Ranks(opened, trial, nursery, nodes)
@@ -181,17 +187,38 @@ class Cluster:
         self._unknown.clear()
         self._listener.close()
         self.local.close()
+        if self.helpers is not None:
+            self.helpers.close()
 
 
-def start_ranks(opened: Opened, trial: Trial, nursery: Nursery | None) -> Ranks | Cluster:
-    """The ranks of an engine, on as many machines as its configuration says."""
-    nodes = nodes_of(opened.resolved.config)
-    if nodes.count == 1:
-        return Ranks(opened, trial, nursery)
-    if nodes.own:
-        problem = "this machine serves replicas for node 0: drumline serve --headless"
-        raise ConfigError("node_rank", nodes.own, problem)
-    return Cluster(opened, trial, nursery, nodes)
+def open_ranks(
+    config: EngineConfig, trial: Trial, nursery: Nursery | None
+) -> tuple[Opened, Ranks | Cluster]:
+    """The checkpoint, and the ranks of an engine on as many machines as its configuration says, or
+    as its Ray cluster has. Raises `UsageError`."""
+    helpers = None
+    if config.parallel.data_parallel_backend == "ray":
+        from drumline.engine.ray_nodes import RayNodes  # an extra, and slow to load
+
+        helpers = RayNodes(config)
+        config = helpers.config
+    try:
+        opened, nodes = open_engine(config), nodes_of(config)
+        if nodes.own:
+            problem = "this machine serves replicas for node 0: drumline serve --headless"
+            raise ConfigError("node_rank", nodes.own, problem)
+        if nodes.count == 1:
+            ranks: Ranks | Cluster = Ranks(opened, trial, nursery)
+        else:
+            ranks = Cluster(opened, trial, nursery, nodes)
+        if helpers is not None and isinstance(ranks, Cluster):
+            ranks.helpers = helpers
+            helpers.start()
+            helpers = None
+        return opened, ranks
+    finally:
+        if helpers is not None:
+            helpers.close()
 
 
 def end_in_order(ranks: Ranks | Cluster, seconds: float) -> None:

@@ -25,7 +25,7 @@ from drumline.core.errors import (
 )
 from drumline.core.plan import SpeculationStats
 from drumline.core.request import FinishReason, Request
-from drumline.engine.cluster import Cluster, end, end_in_order, start_ranks
+from drumline.engine.cluster import Cluster, end, end_in_order, open_ranks
 from drumline.engine.core import Counters, Load
 from drumline.engine.facts import EngineFacts, gather_facts, places
 from drumline.engine.hearing import GRACE_SECONDS, Hearing
@@ -45,7 +45,7 @@ from drumline.engine.messages import (
     Trial,
     Warm,
 )
-from drumline.engine.opening import Opened, open_engine
+from drumline.engine.opening import Opened
 from drumline.engine.outputs import OutputDelta
 from drumline.engine.ranks import Nursery, Ranks
 from drumline.engine.tally import Tally, draft_lengths, summed
@@ -95,8 +95,7 @@ class FleetCore:
         `RankLost` naming a rank that does not come up.
         """
         began = time.monotonic()
-        opened = open_engine(config)
-        ranks = start_ranks(opened, trial, nursery)
+        opened, ranks = open_ranks(config, trial, nursery)
         try:
             tokenizer = opened.tokenizer()
             core = cls(opened, ranks, gather_facts(opened, 0.0, 0.0), tokenizer)

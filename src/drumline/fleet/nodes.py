@@ -52,6 +52,8 @@ def nodes_of(config: EngineConfig) -> Nodes:
         name, value = ("nnodes", count) if local is None else ("data_parallel_size_local", local)
         problem = f"{count} machines cannot hold {dp} replicas evenly"
         raise ConfigError(name, value, problem)
+    if parallel.data_parallel_backend == "ray" and dp == 1:
+        raise ConfigError("data_parallel_backend", "ray", "one replica needs no cluster")
     if parallel.node_rank >= count:
         problem = f"the last of {count} machines is {count - 1}"
         raise ConfigError("node_rank", parallel.node_rank, problem)

@@ -3,9 +3,10 @@
 Quantized weights are multiplied straight from repacked blocks, with activations quantized per row
 and block of 32 columns to integers of 8 bits, of 16 in blocks that stand out of their row. Sums
 within a block are exact, blocks are added in ascending order in float32. Plain weights (float32,
-float16, bfloat16) are multiplied in float32, columns in ascending order. Attention goes over the keys in ascending
-position. Either way a row's bits depend on the row alone (promise P1), within one instruction-set
-path. All layers of a pass are one call. It refuses to know requests, schedules and ranks.
+float16, bfloat16) are multiplied in float32, columns in ascending order. Attention goes over the
+keys in ascending position. Either way a row's bits depend on the row alone (promise P1), within one
+instruction-set path. All layers of a pass are one call. It refuses to know requests, schedules and
+ranks.
 """
 
 from __future__ import annotations
