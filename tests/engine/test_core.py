@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from drumline.config import EngineConfig
 from drumline.core.errors import EngineDead, EngineError, Refused
@@ -59,23 +59,24 @@ def test_a_request_without_finite_logits_ends_alone(tiny_path: TinyPath) -> None
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     clean = llm.generate(prompts, params)
     model = llm.core.worker.model
-    whole = model.compute_logits
+    whole = model.forward
 
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        logits = whole(hidden)
-        if logits.shape[0] > 1:
-            logits = logits.clone()
-            logits[1] = float("nan")
-        return logits
+    def poisoned(*arguments: Any) -> Any:
+        output = whole(*arguments)
+        if output.logits is None or output.logits.shape[0] < 2:
+            return output
+        logits = output.logits.clone()
+        logits[1] = float("nan")
+        return replace(output, logits=logits)
 
-    model.compute_logits = poisoned  # type: ignore[method-assign]
+    model.forward = poisoned  # type: ignore[method-assign]
     first, second, third = llm.generate(prompts, params)
     assert second.outputs[0].finish_reason is FinishReason.ERROR
     assert "not finite" in (second.outputs[0].error or "")
     assert first.outputs[0].token_ids == clean[0].outputs[0].token_ids
     # After the second has gone, the third is row 1 and is hit as well: alone, too.
     assert third.outputs[0].finish_reason is FinishReason.ERROR
-    model.compute_logits = whole  # type: ignore[method-assign]
+    model.forward = whole  # type: ignore[method-assign]
     after = llm.generate(prompts, params)
     assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in clean]
 
