@@ -20,6 +20,12 @@ public:
 
     // At least `count` items, aligned to 64 bytes.
     Item* take(std::size_t count) {
+#ifdef DRUMLINE_SEPARATE_BYTES  // for sanitizers: of just the size, and never where it was
+        std::free(data_);
+        data_ = static_cast<Item*>(std::malloc(count * sizeof(Item)));
+        capacity_ = count;
+        return data_;
+#endif
         if (count > capacity_) {
             std::free(data_);
             const std::size_t bytes = (count * sizeof(Item) * 5 / 4 + 63) / 64 * 64;

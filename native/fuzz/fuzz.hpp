@@ -56,5 +56,7 @@ inline void expect(bool kept, const std::string& what) {
 
 // One round of each area; throws what `expect` says.
 void linears(Random& random);
+void layers(Random& random);
+void rows(Random& random);
 
 }  // namespace drumline::fuzz

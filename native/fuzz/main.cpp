@@ -17,7 +17,9 @@ int main(int argc, char** argv) {
         const char* name;
         void (*round)(drumline::fuzz::Random&);
     };
-    const Area areas[] = {{"linears", drumline::fuzz::linears}};
+    const Area areas[] = {{"linears", drumline::fuzz::linears},
+                          {"layers", drumline::fuzz::layers},
+                          {"rows", drumline::fuzz::rows}};
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
     std::uint64_t rounds = 0;
     do {
