@@ -15,7 +15,8 @@ def index_tensor(values: Sequence[int] | array[int], device: torch.device) -> Te
     numbers = values if isinstance(values, array) else array("q", values)
     if not numbers:
         return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.frombuffer(numbers, dtype=torch.int64).to(device)
+    index = torch.frombuffer(numbers, dtype=torch.int64)
+    return index if device.type == "cpu" else index.to(device)
 
 
 def pick_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
