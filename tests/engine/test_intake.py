@@ -123,8 +123,8 @@ def test_seeds_follow_from_arrival_or_from_entropy(tokenizer: Tokenizer) -> None
     assert seeds(3) == seeds(3)
     assert len(set(seeds(3) + seeds(4) + seeds(None) + seeds(None))) == 12
     intake = Intake(tokenizer, LIMITS)
-    own = [intake.admit(IDS, SamplingParams(seed=s)).requests[0].seed for s in (7, -1, 2**64 - 1)]
-    assert own == [7, 2**64 - 1, 2**64 - 1]
+    own = [intake.admit(IDS, SamplingParams(seed=s)).requests[0].seed for s in (7, -2, 2**64 - 1)]
+    assert own == [7, 2**64 - 2, 2**64 - 1]
 
 
 def test_samples_are_consecutive_and_share_a_seed(intake: Intake) -> None:
