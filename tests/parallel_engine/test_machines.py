@@ -138,7 +138,8 @@ def test_a_lost_machine_is_named_and_the_other_leaves(moe: Path) -> None:
             process.kill()
             process.wait(10)
     assert first.returncode == 1
-    assert "rank 1" in errors
+    assert "rank 1 lost" in errors
+    assert "node 1, where it was, is gone" in errors
     for process_id in below:
         until(lambda one=process_id: not alive(one), f"process {process_id} is left")  # type: ignore[misc]
 

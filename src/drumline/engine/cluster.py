@@ -35,6 +35,7 @@ from drumline.engine.messages import (
 from drumline.engine.opening import Opened, open_engine
 from drumline.engine.pipes import Pipe
 from drumline.engine.ranks import Nursery, Ranks
+from drumline.engine.verdict import ending_of
 from drumline.fleet.nodes import Nodes, nodes_of
 
 if TYPE_CHECKING:
@@ -78,6 +79,13 @@ class Cluster:
         if node not in self._nodes:
             return f"on node {node}, which has not come"
         return f"process {self.processes.get(rank)} on node {node}"
+
+    def ending(self, rank: int) -> str:
+        """How a rank that has died ended, in words."""
+        node, code = self.nodes.node_of(rank), self.died[rank]
+        if code == EXIT_LOST:
+            return f"node {node}, where it was, is gone"
+        return f"{ending_of(self.processes.get(rank), code)} on node {node}"
 
     # ---- hearing -------------------------------------------------------------------------
 

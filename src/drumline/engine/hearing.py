@@ -93,7 +93,7 @@ class Hearing:
         return verdict(
             self._troubles,
             self.ranks.died,
-            self.ranks.processes,
+            self.ranks.ending,
             overdue or (silent if self.grouped else ()),
             self.ranks.ring,
             self._last_steps,

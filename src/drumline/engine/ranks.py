@@ -34,6 +34,7 @@ from drumline.engine.messages import (
 from drumline.engine.nursery import MESSAGE_BYTES
 from drumline.engine.opening import Opened
 from drumline.engine.pipes import Pipe
+from drumline.engine.verdict import ending_of
 from drumline.fleet.nodes import Nodes
 from drumline.parallel.groups import Group, create_segments, segments_of
 from drumline.parallel.shm import Segment, available, raise_abort
@@ -164,6 +165,10 @@ class Ranks:
     def where(self, rank: int) -> str:
         """The rank's process, in words."""
         return f"process {self.processes.get(rank)}"
+
+    def ending(self, rank: int) -> str:
+        """How a rank that has died ended, in words."""
+        return ending_of(self.processes.get(rank), self.died[rank])
 
     # ---- hearing -------------------------------------------------------------------------
 

@@ -21,14 +21,15 @@ _ORDER = ("usage", "own", "differs", "lost", "told")
 def verdict(
     troubles: Mapping[int, Trouble],
     died: Mapping[int, int],
-    processes: Mapping[int, int],
+    ending: Callable[[int], str],
     silent: tuple[int, ...],
     ring: Callable[[int], Ring | None],
     last_steps: Mapping[int, int],
     mesh: Mesh,
 ) -> DrumlineError:
-    """``troubles``: last words by rank. ``died``: exit codes. ``silent``: ranks that live and say
-    nothing though they were told to end. ``last_steps``: the last step that a rank told of."""
+    """``troubles``: last words by rank. ``died``: exit codes, and ``ending`` says how in words.
+    ``silent``: ranks that live and say nothing though they were told to end. ``last_steps``: the
+    last step that a rank told of."""
     spoken = sorted(troubles.items(), key=lambda pair: (_ORDER.index(pair[1].kind), pair[0]))
     first = spoken[0][1] if spoken else None
     if first is not None and first.kind == "usage":
@@ -37,7 +38,7 @@ def verdict(
         return _lost(first.rank, first.message, ring, last_steps, first)
     for rank, code in sorted(died.items()):
         if code and rank not in troubles:  # who left in order, followed somebody who did not
-            return _lost(rank, ending(processes.get(rank), code), ring, last_steps)
+            return _lost(rank, ending(rank), ring, last_steps)
     if first is not None and first.kind == "differs":
         return Diverged(first.what, first.values, first.step)
     rings = {rank: found for rank in mesh.ranks if (found := ring(rank)) is not None}
@@ -73,7 +74,7 @@ def _lost(
     return RankLost(rank, last_steps.get(rank, -1) + 1, "target", "no collective", reason)
 
 
-def ending(process: int | None, code: int) -> str:
+def ending_of(process: int | None, code: int) -> str:
     """How a process ended, in words."""
     name = "its process" if process is None else f"its process {process}"
     if code >= 0:
