@@ -147,7 +147,10 @@ def test_there_is_no_such_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2': not supported; supported are deepseek_v3, llama, mistral"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2': not supported; supported are deepseek_v3, llama, mistral",
+        ),
         ({"model_type": None}, "model_type: missing"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "expected LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu': not supported; supported is silu"),
