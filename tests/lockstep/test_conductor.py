@@ -188,3 +188,14 @@ def test_another_ranks_trouble_is_everybodys_end() -> None:
     with pytest.raises(RankLost, match="rank 2 lost in step 0, agree, exchange") as caught:
         group(Other(error=True)).seal(StepProposal(rows=(ABLE,)))
     assert caught.value.rank == 2
+
+
+def test_a_rank_in_trouble_says_what_it_is_however_the_exchange_ends() -> None:
+    """The others may have seen its flag, and ended all waits, before it is out of the exchange."""
+    channel, own = Other(), EngineError("a broken disk")
+    channel.lost = RankLost(2, 0, "agree", "exchange", "aborted")
+    with pytest.raises(EngineError, match="a broken disk") as caught:
+        group(channel).seal(StepProposal(rows=(ABLE,)), Standing(work=True, error=own))
+    assert caught.value is own
+    with pytest.raises(RankLost, match="aborted"):
+        group(channel).seal(StepProposal(rows=(ABLE,)), Standing(work=True))

@@ -214,7 +214,11 @@ class GroupConductor:
         ledger.begin(self.epoch, shape.step)
         ticket = ledger.issue("all_gather", "agreement", (len(ranks), len(vector)), "int64")
         timeout = self._deadlines.after(self._tokens_in_flight)
-        vectors = self._channel.exchange(vector, timeout)
+        try:
+            vectors = self._channel.exchange(vector, timeout)
+        except EngineError as ended:
+            # Whoever saw the flag first may have ended the exchange for those still in it.
+            raise standing.error or ended from ended
         ledger.complete(ticket)
         self.exchange_count += 1
         self.last_joined = StepShape.decode(join_all(vectors, ranks))
