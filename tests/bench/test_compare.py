@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from drumline.bench import peers
 from drumline.bench.compare import compare
 from drumline.bench.peers import Helper, LlamaCpp, Workload, open_peer
 from drumline.core.errors import UsageError
@@ -98,6 +99,15 @@ def test_a_peer_that_cannot_be_had_is_refused_by_name(tmp_path: Path) -> None:
         open_peer("llama.cpp", model, 1, 96, odd).prefill(8)
     with pytest.raises(UsageError, match="peer vllm: ModuleNotFoundError"):
         open_peer("vllm", model, 1, 96)
+
+
+def test_a_peer_that_says_nothing_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "TIMEOUT_SECONDS", 0.3)
+    silent = program(tmp_path, "python", "import time; time.sleep(60)")
+    with pytest.raises(UsageError, match="without an answer"):
+        Helper("vllm", tmp_path, 1, 96, silent)
 
 
 def test_transformers_answers_from_a_process_of_its_own(tiny_path: Callable[..., Path]) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -151,11 +152,18 @@ class Helper:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):  # libraries talk on standard output, too
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        return {"error": f"its process ended with code {self._process.wait(10)}"}
+        deadline = threading.Timer(TIMEOUT_SECONDS, self._process.kill)
+        deadline.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("{"):  # libraries talk on standard output, too
+                    answer: dict[str, Any] = json.loads(line)
+                    return answer
+        finally:
+            deadline.cancel()
+        code = self._process.wait(10)
+        late = f", after {TIMEOUT_SECONDS:.0f} s without an answer" if code < 0 else ""
+        return {"error": f"its process ended with code {code}{late}"}
 
 
 def open_peer(
