@@ -16,6 +16,7 @@ from torch import Tensor
 from drumline.cli.main import main
 from drumline.core.errors import ConfigError, UsageError
 from drumline.training.chain import Batch, Verifier, batches, chain_loss, run_chain
+from drumline.training import questions
 from drumline.training.conversations import (
     Recipe,
     make_conversations,
@@ -217,7 +218,8 @@ def test_the_target_writes_its_own_questions(target: Target, llm: Any, tmp_path:
 
 
 def test_every_kind_of_user_turn(target: Target, llm: Any) -> None:
-    """Free ones, openers and passages: what each begins with, and that passages are answers."""
+    """Free ones, openers, whole ones and passages: what each begins with, and that passages are
+    answers."""
     recipe = Recipe(
         seed=3,
         piece_size=40,
@@ -238,16 +240,38 @@ def test_every_kind_of_user_turn(target: Target, llm: Any) -> None:
         for one in found
     ]
     about = [n for n in range(40) if recipe.about_passage(n)]
-    opened = [n for n in range(40) if n not in about and recipe.opener(n)]
+    whole = [n for n in range(40) if recipe.question(n)]
+    opened = [n for n in range(40) if n not in about + whole and recipe.opener(n)]
     assert about
     assert opened
-    assert len(about) + len(opened) < 40
+    assert whole
+    assert not set(about) & set(whole)
+    assert len(about) + len(whole) + len(opened) < 40
+    shown = [target.tokenizer.encode(recipe.question(n)) for n in whole]
+    said = [target.tokenizer.decode(ids) for ids in shown]
+    assert all(sum(turn.startswith(text) for turn in turns) == 1 for text in said)
     assert 0 < sum(turn.startswith("aa") for turn in turns) <= len(opened)
     asked = [one for one, turn in zip(found, turns, strict=True) if not turn.startswith("bb ")]
     answers = {target.tokenizer.decode(one.token_ids).strip() for one in asked}
     passages = [turn for turn in turns if turn.startswith("bb ")]
     assert passages
     assert all(any(answer and answer in turn for answer in answers) for turn in passages)
+
+
+def test_whole_turns_have_no_slot_left_and_differ() -> None:
+    recipe = Recipe(pattern_percent=100, passage_percent=0)
+    turns = [recipe.question(number) for number in range(3000)]
+    assert not any("{" in turn or "}" in turn for turn in turns)
+    assert len(set(turns)) > 2000
+    begun = {pattern.partition("{")[0] for pattern in questions.PATTERNS}
+    assert all(any(turn.startswith(start) for turn in turns) for start in begun)
+    assert [recipe.question(number) for number in range(50)] == turns[:50]
+
+
+def test_every_slot_has_words() -> None:
+    used = {name for pattern in questions.PATTERNS for name in questions.SLOT.findall(pattern)}
+    assert used <= questions.WORDS.keys()
+    assert questions.WORDS.keys() <= used, "words that no pattern uses"
 
 
 def test_a_passage_is_documents_that_follow_each_other() -> None:

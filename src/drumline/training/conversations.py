@@ -2,8 +2,9 @@
 
 A drafter must guess what this target says, so the best text to learn from is the target's own
 (self-distillation with queries made from nothing but the template's user header: Xu et al. 2024,
-"Magpie"). Three kinds of user turns: free ones, those that go on from an opener, and those that
-ask something about a passage, which is answers of the same piece. Everything follows from one
+"Magpie"). Four kinds of user turns: free ones, those that go on from an opener, whole ones put
+together from patterns, and those that ask something about a passage, which is answers of the same
+piece. Everything follows from one
 seed; work is cut into pieces that are files, written whole or not at all, so an interrupted run
 goes on where it stopped.
 
@@ -28,6 +29,7 @@ from drumline.core.request import FinishReason
 from drumline.engine.llm import LLM
 from drumline.models.config import read_json
 from drumline.models.tokenizer import Tokenizer
+from drumline.training import questions
 from drumline.training.openers import DOCUMENT, INSTRUCTIONS, OPENERS
 
 RECIPE = "recipe.json"
@@ -41,23 +43,26 @@ SENTINEL = "\u27eadrumline\u27eb"
 class Recipe:
     """What the data is made by. Lengths in tokens. ``greedy_percent`` of the answers are greedy,
     the others drawn at ``answer_temperature``. Of the user turns, ``passage_percent`` are about a
-    passage of up to ``documents_max`` answers, ``opener_percent`` go on from an opener, and the
-    others are free; a passage's question has ``question_tokens_max`` tokens."""
+    passage of up to ``documents_max`` answers, ``pattern_percent`` are whole (`questions.compose`),
+    ``opener_percent`` go on from an opener, and the others are free; a passage's question has
+    ``question_tokens_max`` tokens."""
 
     seed: int = 0
     piece_size: int = 128
     user_tokens_max: int = 96
     question_tokens_max: int = 32
-    answer_tokens_max: int = 160
+    answer_tokens_max: int = 128
     user_temperature: float = 1.0
     user_top_p: float = 0.95
-    greedy_percent: int = 80
+    greedy_percent: int = 90
     answer_temperature: float = 0.8
-    opener_percent: int = 40
-    passage_percent: int = 20
+    opener_percent: int = 20
+    pattern_percent: int = 40
+    passage_percent: int = 30
     documents_max: int = 3
     openers: tuple[str, ...] = OPENERS
     instructions: tuple[str, ...] = INSTRUCTIONS
+    questions: str = questions.DIGEST
 
     def draw(self, what: str, number: int, below: int) -> int:
         """One of ``below`` for conversation ``number``; each ``what`` is drawn by itself."""
@@ -66,9 +71,17 @@ class Recipe:
     def about_passage(self, number: int) -> bool:
         return self.draw("kind", number, 100) < self.passage_percent
 
+    def question(self, number: int) -> str:
+        """A whole user turn; empty where the target writes it, or the end of it."""
+        kind = self.draw("kind", number, 100) - self.passage_percent
+        if not 0 <= kind < self.pattern_percent:
+            return ""
+        return questions.compose(lambda what, below: self.draw(what, number, below))
+
     def opener(self, number: int) -> str:
         """How the user's turn begins; empty for a free one."""
-        if self.draw("kind", number, 100) >= self.passage_percent + self.opener_percent:
+        kind = self.draw("kind", number, 100) - self.passage_percent - self.pattern_percent
+        if kind >= self.opener_percent:
             return ""
         return self.openers[self.draw("opener", number, len(self.openers))]
 
@@ -157,10 +170,12 @@ def make_conversations(llm: LLM, index: int, recipe: Recipe) -> list[Conversatio
     turns about passages, which those answers are."""
     first = index * recipe.piece_size
     numbers = range(first, first + recipe.piece_size)
-    asked = [number for number in numbers if not recipe.about_passage(number)]
+    ready = {number: text for number in numbers if (text := recipe.question(number))}
+    asked = [number for number in numbers if number not in ready]
+    asked = [number for number in asked if not recipe.about_passage(number)]
     begun = [recipe.opener(number) for number in asked]
-    questions = _write_turns(llm, recipe, asked, begun, recipe.user_tokens_max)
-    found = _answer(llm, recipe, questions)
+    ready |= _write_turns(llm, recipe, asked, begun, recipe.user_tokens_max)
+    found = _answer(llm, recipe, dict(sorted(ready.items())))
     about = [number for number in numbers if recipe.about_passage(number)]
     documents = [text for text in (_text(llm.tokenizer, one) for one in found) if text]
     if not about or not documents:
