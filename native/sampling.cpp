@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "pool.hpp"
+#include "rows.hpp"
 #include "vec.hpp"
 
 #if defined(__x86_64__)
@@ -515,18 +516,56 @@ DRUMLINE_AVX2 std::int64_t draw_row_avx2(const DrawJob& job) { return draw_row(j
 
 DRUMLINE_AVX512 std::int64_t draw_row_avx512(const DrawJob& job) { return draw_row(job); }
 
+using DrawRow = std::int64_t (*)(const DrawJob& job);
+
+DrawRow draw_of(Path path) {
+    return path == Path::portable ? draw_row_plain
+           : path == Path::avx2   ? draw_row_avx2
+                                  : draw_row_avx512;
+}
+
+std::int64_t match_window(const MatchJob& window, const RowKernels& kernels, DrawRow draw) {
+    DrawJob job = window.draw;
+    for (std::int64_t ahead = 0;; ++ahead, ++job.position, job.logits += job.count) {
+        std::int64_t place = kernels.argmax(job.logits, job.count);
+        job.maximum = static_cast<double>(job.logits[place]);
+        if (!std::isfinite(job.maximum)) {
+            return ahead;
+        }
+        if (!window.greedy) {
+            place = draw(job);
+        }
+        window.tokens[ahead] = token_at(job, place);
+        if (ahead == window.draft_count || window.drafts[ahead] != window.tokens[ahead]) {
+            return ahead + 1;
+        }
+    }
+}
+
+// parts never outnumber what a pool takes
+template <typename Body>
+void each(std::int64_t count, int threads, const Body& body) {
+    const int parts = static_cast<int>(std::min<std::int64_t>(count, Pool::parts_max));
+    Pool::instance().run(threads, parts, [&](int part) {
+        for (std::int64_t at = part; at < count; at += parts) {
+            body(at);
+        }
+    });
+}
+
 }  // namespace
 
 void draw_places(const DrawJob* jobs, std::int64_t count, std::int64_t* places, int threads,
                  Path path) {
-    const auto draw = path == Path::portable ? draw_row_plain
-                      : path == Path::avx2   ? draw_row_avx2
-                                             : draw_row_avx512;
-    const int parts = static_cast<int>(std::min<std::int64_t>(count, Pool::parts_max));
-    Pool::instance().run(threads, parts, [&](int part) {
-        for (std::int64_t row = part; row < count; row += parts) {
-            places[row] = draw(jobs[row]);
-        }
+    const DrawRow draw = draw_of(path);
+    each(count, threads, [&](std::int64_t row) { places[row] = draw(jobs[row]); });
+}
+
+void match_windows(MatchJob* jobs, std::int64_t count, int threads, Path path) {
+    const DrawRow draw = draw_of(path);
+    const RowKernels& kernels = row_kernels(path);
+    each(count, threads, [&](std::int64_t at) {
+        jobs[at].token_count = match_window(jobs[at], kernels, draw);
     });
 }
 

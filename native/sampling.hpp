@@ -33,4 +33,19 @@ struct DrawJob {
 void draw_places(const DrawJob* jobs, std::int64_t count, std::int64_t* places, int threads,
                  Path path);
 
+// Drafts, and what a request says at the positions over them: the compiled twin of match
+// acceptance (sampling/accept.py) for requests whose parameters leave the logits as they are.
+struct MatchJob {
+    DrawJob draw;         // of the first position; its maximum is found here
+    bool greedy = false;  // the best token at every position; else draws
+    const std::int64_t* drafts = nullptr;
+    std::int64_t draft_count = 0;  // logits are [draft_count + 1, draw.count]
+    std::int64_t* tokens = nullptr;  // room for draft_count + 1
+    std::int64_t token_count = 0;    // out
+};
+
+// Per job the tokens up to and with the first that is not the draft, and none at or after a
+// position whose largest logit is no finite number. Jobs are spread over threads.
+void match_windows(MatchJob* jobs, std::int64_t count, int threads, Path path);
+
 }  // namespace drumline

@@ -271,6 +271,33 @@ def draw_places(
     path: str,
     /,
 ) -> None: ...
+
+class Recipe:
+    """What a request asks of every draw. ``table``: the address of token ids by place, or 0."""
+
+    def __init__(
+        self,
+        greedy: bool,
+        temperature: float,
+        floor: float,
+        top_k: int,
+        top_p: float,
+        sharpening: float,
+        key_low: int,
+        key_high: int,
+        sample: int,
+        table: int,
+        /,
+    ) -> None: ...
+
+def match_windows(
+    windows: list[tuple[Recipe, int, tuple[int, ...], int]],
+    logits: int,
+    count: int,
+    threads: int,
+    path: str,
+    /,
+) -> list[tuple[int, ...]]: ...
 def shm_segment_bytes(ranks: int, chunk_bytes: int) -> int: ...
 
 class ShmGroup:

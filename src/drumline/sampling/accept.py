@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from drumline.sampling.match import Ask, Matcher
 from drumline.sampling.rules import Standing, block, standard
 from drumline.sampling.sampler import SampledToken, Sampler
 from drumline.sampling.window import Window, WindowLogits
@@ -55,6 +56,7 @@ class Verifier:
     def __init__(self, sampler: Sampler, method: AcceptMethod | str = AcceptMethod.MATCH) -> None:
         self.sampler = sampler
         self.method = AcceptMethod(method)
+        self.matcher = None if sampler.make_matcher is None else sampler.make_matcher()
 
     def verify(self, logits: torch.Tensor, windows: Sequence[Window]) -> list[Accepted]:
         """``[sum of widths, vocab]`` float32, the windows one after another → one entry each.
@@ -63,20 +65,66 @@ class Verifier:
         would without speculation. A position without finite logits ends its window; if it is the
         first, the entry is an error. ``logits`` is only read.
         """
+        accepted: list[Accepted | None] = [None] * len(windows)
+        if self.matcher is not None:
+            self._match_at_once(self.matcher, logits, windows, accepted)
+        if None in accepted:
+            self._step_by_step(logits, windows, accepted)
+        return [entry for entry in accepted if entry is not None]
+
+    def forget(self, number: int) -> None:
+        """Drops what is kept for a request that ended or was preempted."""
+        self.sampler.state.forget(number)
+        if self.matcher is not None:
+            self.matcher.forget(number)
+
+    def _match_at_once(
+        self,
+        matcher: Matcher,
+        logits: torch.Tensor,
+        windows: Sequence[Window],
+        accepted: list[Accepted | None],
+    ) -> None:
+        """Fills in the windows that the matcher takes."""
+        asks: list[Ask] = []
+        places: list[int] = []
+        start = 0
+        for at, window in enumerate(windows):
+            request, drafts = window.request, window.drafts
+            if request.params.logprobs is None and self._matches(window):
+                asks.append((request, len(window.committed), drafts, start))
+                places.append(at)
+            start += len(drafts) + 1
+        vocab = self.sampler.vocab_size
+        assert logits.nbytes == 4 * start * vocab, "one row of float32 logits per position"
+        for at, ids in zip(places, matcher(logits, vocab, asks), strict=True):
+            if ids is not None:
+                window = windows[at]
+                count = len(ids)
+                if window.drafts[count - 1 : count] != ids[-1:]:
+                    count -= 1  # the last one is the target's own
+                accepted[at] = _accepted(window, [SampledToken(token) for token in ids], count)
+
+    def _step_by_step(
+        self,
+        logits: torch.Tensor,
+        windows: Sequence[Window],
+        accepted: list[Accepted | None],
+    ) -> None:
+        """Fills in what is still open."""
         table = self.sampler.host(logits, sum(window.width for window in windows))
         views: list[WindowLogits] = []
         start = 0
         for window in windows:
             views.append(WindowLogits(self.sampler, window, table[start : start + window.width]))
             start += window.width
-        accepted: list[Accepted | None] = [None] * len(views)
-        matched = [at for at, window in enumerate(windows) if self._matches(window)]
+        left = [at for at, entry in enumerate(accepted) if entry is None]
+        matched = [at for at in left if self._matches(windows[at])]
         for at, entry in zip(matched, self._match([views[at] for at in matched]), strict=True):
             accepted[at] = entry
-        tested = [at for at, entry in enumerate(accepted) if entry is None]
+        tested = [at for at in left if accepted[at] is None]
         for at, entry in zip(tested, self._test([views[at] for at in tested]), strict=True):
             accepted[at] = entry
-        return [entry for entry in accepted if entry is not None]
 
     def _matches(self, window: Window) -> bool:
         return self.method is AcceptMethod.MATCH or window.request.params.greedy

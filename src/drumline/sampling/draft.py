@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ from drumline.core.random import Purpose, purpose_word
 from drumline.sampling.distribution import Distribution, distribution
 from drumline.sampling.draw import Drawer, LogitDraw, draw_tokens
 from drumline.sampling.history import SamplingRow, SamplingState
+from drumline.sampling.match import Ask, MakeMatcher, Matcher
 from drumline.sampling.noise import TokenTable
 from drumline.sampling.processors import edit, edits
 
@@ -68,6 +69,7 @@ class DraftSampler:
         token_table: ArrayLike | None = None,
         state: SamplingState | None = None,
         drawer: Drawer = draw_tokens,
+        make_matcher: MakeMatcher | None = None,
     ) -> None:
         if not sharpening >= 1.0:
             raise UsageError(f"sharpening {sharpening!r} is not a number of at least 1")
@@ -77,6 +79,10 @@ class DraftSampler:
         self.sharpening = float(sharpening)
         self.table = None if token_table is None else _checked_table(token_table, vocab_size)
         self.state = SamplingState() if state is None else state
+        self.matcher: Matcher | None = None
+        if make_matcher is not None and self.method is not DraftMethod.PROBABILISTIC:
+            greedy = self.method is DraftMethod.GREEDY or math.isinf(self.sharpening)
+            self.matcher = make_matcher(self.table, self.sharpening, greedy)
 
     @property
     def draft_vocab_size(self) -> int:
@@ -87,12 +93,47 @@ class DraftSampler:
 
         Each row's ``drafts`` are those already chosen in this step. ``logits`` is only read.
         """
+        chosen: list[DraftToken | None] = [None] * len(rows)
+        left: Iterable[int] = range(len(rows))
+        if self.matcher is not None:
+            left = self._match_at_once(self.matcher, logits, rows, chosen)
+        if left:
+            self._row_by_row(logits, rows, left, chosen)
+        return chosen
+
+    def _match_at_once(
+        self,
+        matcher: Matcher,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        chosen: list[DraftToken | None],
+    ) -> list[int]:
+        """The drafts of the rows that the matcher takes; returns the others."""
+        vocab = self.draft_vocab_size
+        assert logits.nbytes == 4 * len(rows) * vocab, "one row of float32 logits per row"
+        asks: list[Ask] = [(row.request, row.position, (), at) for at, row in enumerate(rows)]
+        left: list[int] = []
+        for at, found in enumerate(matcher(logits, vocab, asks)):
+            if found is None:
+                left.append(at)
+            elif found:
+                chosen[at] = DraftToken(found[0])
+        return left
+
+    def _row_by_row(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        left: Iterable[int],
+        chosen: list[DraftToken | None],
+    ) -> None:
+        """The drafts of the rows that are ``left``."""
         assert logits.shape == (len(rows), self.draft_vocab_size), "one row of logits per row"
         assert logits.dtype == torch.float32, "logits are float32"
         table: Logits = logits.detach().cpu().contiguous().numpy()
-        chosen: list[DraftToken | None] = [None] * len(rows)
         waiting: list[tuple[int, LogitDraw]] = []
-        for index, row in enumerate(rows):
+        for index in left:
+            row = rows[index]
             edited = self._edit(table[index], row)
             top = int(np.argmax(edited))  # the first of equals; a NaN wins over everything
             maximum = float(edited[top])
@@ -106,11 +147,12 @@ class DraftSampler:
         for (index, draw), place in zip(waiting, places, strict=True):
             probs = distribution(draw) if self.method is DraftMethod.PROBABILISTIC else None
             chosen[index] = DraftToken(self._token(place), probs)
-        return chosen
 
     def forget(self, number: int) -> None:
         """Drops what is kept for a request that ended or was preempted."""
         self.state.forget(number)
+        if self.matcher is not None:
+            self.matcher.forget(number)
 
     def _deterministic(self, row: SamplingRow) -> bool:
         return (

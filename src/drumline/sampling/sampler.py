@@ -20,6 +20,7 @@ from drumline.core.request import PositionLogprobs
 from drumline.sampling.draw import Drawer, LogitDraw, draw_tokens
 from drumline.sampling.history import SamplingRow, SamplingState
 from drumline.sampling.logprobs import position_logprobs
+from drumline.sampling.match import MakeMatcher
 from drumline.sampling.processors import edit, top_value
 
 Logits = NDArray[np.float32]
@@ -67,10 +68,13 @@ class Sampler:
         logprobs_mode: LogprobsMode | str = LogprobsMode.RAW,
         state: SamplingState | None = None,
         drawer: Drawer = draw_tokens,
+        make_matcher: MakeMatcher | None = None,
     ) -> None:
-        """``drawer`` places the draws; `native_draw.NativeDrawer` does it in compiled code."""
+        """``drawer`` places the draws, a matcher takes whole windows where it can: in compiled code
+        `native_draw.NativeDrawer` and `native_match.NativeMatcher`."""
         self.vocab_size = vocab_size
         self.drawer = drawer
+        self.make_matcher = make_matcher
         self.logprobs_mode = LogprobsMode(logprobs_mode)
         self.state = SamplingState() if state is None else state
 

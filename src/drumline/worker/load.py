@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import torch
 from numpy.typing import ArrayLike
@@ -22,7 +23,6 @@ from drumline.ops.sharded import ShardedOps
 from drumline.parallel.groups import RankComms
 from drumline.sampling.accept import Verifier
 from drumline.sampling.draft import DraftSampler
-from drumline.sampling.draw import Drawer, draw_tokens
 from drumline.sampling.sampler import Sampler
 from drumline.worker.inputs import build_inputs
 from drumline.worker.script import ScriptedPasses, StepScript
@@ -52,8 +52,8 @@ def load_worker(
     ``ledger``, and the worker has a script to be surveyed."""
     torch.set_num_threads(resolved.threads)
     backend = load_ops(resolved.ops_backend, resolved.device)
-    mode, threads = resolved.config.model.logprobs_mode, resolved.threads
-    sampler = Sampler(checkpoint.config.vocab_size, mode, drawer=make_drawer(backend, threads))
+    mode = resolved.config.model.logprobs_mode
+    sampler = make_sampler(backend, checkpoint.config.vocab_size, mode, resolved.threads)
     ops: Ops = backend
     config, tensors = checkpoint.config, checkpoint.tensors
     script = None
@@ -92,15 +92,19 @@ def shares_passes(comms: RankComms) -> bool:
     return comms.tp.size > 1 or comms.ep is not None
 
 
-def make_drawer(ops: Ops, threads: int) -> Drawer:
+def make_sampler(ops: Ops, vocab_size: int, mode: str, threads: int) -> Sampler:
     """What turns scores and random bits into tokens: compiled where the operations are."""
     if ops.name != "native":
-        return draw_tokens
+        return Sampler(vocab_size, mode)
     from drumline.ops.native import NativeOps  # only where the native module is there
     from drumline.sampling.native_draw import NativeDrawer
+    from drumline.sampling.native_match import NativeMatcher
 
     assert isinstance(ops, NativeOps)
-    return NativeDrawer(ops.path, threads)
+    drawer = NativeDrawer(ops.path, threads)
+    return Sampler(
+        vocab_size, mode, drawer=drawer, make_matcher=partial(NativeMatcher, ops.path, threads)
+    )
 
 
 def load_speculator(
@@ -123,7 +127,15 @@ def load_speculator(
         method = settings.draft_sample_method
         if script is not None and script.tp.size > 1:
             return SharedDraftSampler(vocab, method, sharpening, token_table, sampler, script)
-        return DraftSampler(vocab, method, sharpening, token_table, sampler.state, sampler.drawer)
+        return DraftSampler(
+            vocab,
+            method,
+            sharpening,
+            token_table,
+            sampler.state,
+            sampler.drawer,
+            sampler.make_matcher,
+        )
 
     ledger = ScriptedPasses(script=script) if script is not None else PassLedger()
     drafter = load_drafter(

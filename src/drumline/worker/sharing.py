@@ -61,7 +61,15 @@ class SharedDraftSampler(DraftSampler):
         sampler: Sampler,
         script: StepScript,
     ) -> None:
-        super().__init__(vocab_size, method, sharpening, token_table, sampler.state, sampler.drawer)
+        super().__init__(
+            vocab_size,
+            method,
+            sharpening,
+            token_table,
+            sampler.state,
+            sampler.drawer,
+            sampler.make_matcher,
+        )
         self._script = script
 
     def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[DraftToken | None]:

@@ -107,7 +107,7 @@ class Worker:
         once, so that what a drafter writes is there; the plan that releases it may be far off."""
         if self._sequences.pop(number, None) is None:
             return
-        self.sampler.state.forget(number)
+        self.verifier.forget(number)
         if self.speculator is not None:
             self.speculator.forget(number, self._step)
 
