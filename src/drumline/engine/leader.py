@@ -37,7 +37,7 @@ from drumline.engine.messages import (
 )
 from drumline.engine.opening import Opened
 from drumline.engine.outputs import OutputDelta
-from drumline.engine.trial import HeldScheduler
+from drumline.engine.trial import scheduler_of
 from drumline.fleet.leader import Life
 from drumline.lockstep.channel import Wake, WakeChannel
 from drumline.lockstep.conductor import (
@@ -50,7 +50,6 @@ from drumline.lockstep.decide import Rules
 from drumline.lockstep.follower import Shipper
 from drumline.lockstep.mutants import GateWatch, Mutant, MutantConductor
 from drumline.parallel.groups import RankComms
-from drumline.scheduler import Scheduler
 from drumline.scheduler.draft_length import DraftLength
 from drumline.worker.worker import Worker
 
@@ -105,7 +104,6 @@ class LeaderLoop:
             alone=comms.agreement is None,
         )
         facts = gather_facts(opened, deadlines.token_seconds, 0.0)
-        held = dict(birth.trial.held).get(birth.rank, 0)
         self.core = EngineCore(
             opened.resolved,
             worker,
@@ -113,7 +111,7 @@ class LeaderLoop:
             facts,
             length,
             agreement,
-            partial(HeldScheduler, held=held) if held else Scheduler,
+            scheduler_of(birth.trial, birth.rank),
         )
         self._owes_pause = False
 

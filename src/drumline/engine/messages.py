@@ -105,9 +105,9 @@ class Trial(msgspec.Struct, frozen=True):
     which the old gate would have skipped. ``gloo``: ranks of one host meet over torch.distributed
     although they could share memory. ``buckets``: sizes of mode "fixed", for which the leaders of
     ``mode_not_ready`` are not ready. ``held``: leaders that run nothing for so many steps although
-    they have work. ``kv_blocks``: what each rank's cache holds. ``faults``: exceptions as (rank,
-    step, place); places are ``agree``, ``draft 0`` and so on, ``end``; ``load`` is a stop before
-    anything is loaded.
+    they have work. ``kv_blocks``: what each rank's cache holds. ``nudged``: ranks whose logits of
+    odd tokens are higher by so much. ``faults``: exceptions as (rank, step, place); places are
+    ``agree``, ``draft 0`` and so on, ``end``; ``load`` is a stop before anything is loaded.
     """
 
     mutants: tuple[str, ...] = ()
@@ -117,6 +117,7 @@ class Trial(msgspec.Struct, frozen=True):
     mode_not_ready: tuple[int, ...] = ()
     held: tuple[tuple[int, int], ...] = ()
     kv_blocks: tuple[int, ...] = ()
+    nudged: tuple[tuple[int, float], ...] = ()
     faults: tuple[tuple[int, int, str], ...] = ()
 
 

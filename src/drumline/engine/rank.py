@@ -32,6 +32,7 @@ from drumline.engine.leader import LeaderLoop, allowed
 from drumline.engine.messages import Begin, Birth, Serve, Standby, Trouble, Warm
 from drumline.engine.opening import Opened
 from drumline.engine.pipes import exit_when_gone, interface_to
+from drumline.engine.trial import worker_of
 from drumline.lockstep.conductor import Deadlines
 from drumline.lockstep.follower import Follower
 from drumline.lockstep.forming import Introduction
@@ -90,6 +91,7 @@ def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
     ledger.enter("warmup")
     seconds = warm_up(worker)
     length = measured_draft_length(resolved, worker)
+    worker = worker_of(worker, birth.trial, rank)
     ends.link.send(Warm(token_seconds=seconds))
     token_seconds = _await(ends, Serve).token_seconds
     deadlines = Deadlines(runtime.step_timeout_seconds, ALLOWANCE * token_seconds)

@@ -36,13 +36,16 @@ def verdict(
         return UsageError(first.message)
     if first is not None and first.kind == "own":
         return _lost(first.rank, first.message, ring, last_steps, first)
-    for rank, code in sorted(died.items()):
-        if code and rank not in troubles:  # who left in order, followed somebody who did not
-            return _lost(rank, ending(rank), ring, last_steps)
-    if first is not None and first.kind == "differs":
-        return Diverged(first.what, first.values, first.step)
+    # Ranks whose collectives differ may die of it, and not the one that was wrong.
     rings = {rank: found for rank in mesh.ranks if (found := ring(rank)) is not None}
     difference = first_difference(mesh, rings)
+    dead = [rank for rank, code in sorted(died.items()) if code and rank not in troubles]
+    if dead and difference is not None:
+        return difference
+    if dead:  # who left in order, followed somebody who did not
+        return _lost(dead[0], ending(dead[0]), ring, last_steps)
+    if first is not None and first.kind == "differs":
+        return Diverged(first.what, first.values, first.step)
     if difference is not None:
         return difference
     lost = next((word for _, word in spoken if word.kind == "lost"), None)
@@ -51,6 +54,11 @@ def verdict(
         return _lost(silent[0], reason, ring, last_steps)
     if lost is not None:
         return RankLost(lost.rank, lost.step, lost.phase, lost.operation, lost.message)
+    left = [rank for rank in sorted(died) if rank not in troubles]
+    if left:
+        return _lost(
+            left[0], f"has left, though nobody told it to: {ending(left[0])}", ring, last_steps
+        )
     return EngineDead(first.message if first is not None else "the ranks are gone")
 
 
