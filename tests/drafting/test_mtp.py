@@ -21,6 +21,7 @@ from drumline.models.checkpoint import open_checkpoint
 from drumline.models.layers import EMBEDDING
 from drumline.models.tiny import write_tiny
 from drumline.models.tiny_drafts import add_mtp, write_mtp
+from drumline.models.upcycle import upcycle_mtp
 from drumline.ops.weights import WeightTensor
 
 TinyPath = Callable[..., Path]
@@ -62,6 +63,19 @@ def compare(world: World, golden: GoldenMtp) -> None:
 def test_speculators_spelling(options: dict[str, Any], target: Path, tmp_path: Path) -> None:
     folder = write_mtp(target, tmp_path, 5, **options)
     compare(build("mtp", target, folder), GoldenMtp(target, folder))
+
+
+def test_a_block_of_experts_drafts_what_the_dense_one_does(target: Path, tmp_path: Path) -> None:
+    dense = write_mtp(target, tmp_path / "dense", 5, draft_vocab=50)
+    experts = upcycle_mtp(dense, 4, tmp_path / "experts")
+    config = read(settings("mtp", experts), open_checkpoint(target)).config
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.per_token, config.experts.width) == (4, 4, 16)
+    logits, drafts = drafted(build("mtp", target, dense))
+    again, same = drafted(build("mtp", target, experts))
+    assert same == drafts
+    assert again.keys() == logits.keys()
+    assert max(float((again[p] - logits[p]).abs().max()) for p in logits) < 1e-4
 
 
 @pytest.mark.parametrize("layer", ["llama", "qwen3"])

@@ -16,7 +16,8 @@ from drumline.core.errors import ConfigError
 from drumline.models import upcycle as module
 from drumline.models.checkpoint import open_checkpoint
 from drumline.models.tiny import write_tiny
-from drumline.models.upcycle import upcycle
+from drumline.models.tiny_drafts import write_mtp
+from drumline.models.upcycle import upcycle, upcycle_mtp
 
 IDS = torch.randint(5, 128, (60,), generator=torch.Generator().manual_seed(5))
 LLAMA3 = {
@@ -128,6 +129,38 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert config["architectures"] == ["MixtralForCausalLM"]
     assert main([*arguments, "--experts", "4"]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_the_verb_with_a_module_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny("llama", tmp_path / "dense", 3)
+    write_mtp(tmp_path / "dense", tmp_path / "head", 5)
+    arguments = ["upcycle", "--model", str(tmp_path / "dense"), "--experts", "4"]
+    output = ["--output", str(tmp_path / "out")]
+    assert main([*arguments, *output, "--mtp"]) == 2
+    assert "mtp=None: none is shipped for dense" in capsys.readouterr().err
+    assert main([*arguments, *output, "--mtp", str(tmp_path / "head")]) == 0
+    module = json.loads((tmp_path / "out" / "mtp" / "config.json").read_text())
+    block = module["transformer_layer_config"]
+    assert (block["model_type"], block["num_local_experts"]) == ("mixtral", 4)
+    assert open_checkpoint(tmp_path / "out").config.experts is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"own_names": True}, "not a next-token module in speculators' spelling"),
+        ({"layer": "qwen3"}, "mtp='qwen3': expected one of llama, mistral"),
+    ],
+)
+def test_a_module_that_does_not_fit_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_tiny("llama", tmp_path / "dense", 3)
+    head = write_mtp(tmp_path / "dense", tmp_path / "head", 5, **options)
+    with pytest.raises(ConfigError, match=message):
+        upcycle_mtp(head, 2, tmp_path / "out")
 
 
 # ---------------------------------------------------------------- a real model

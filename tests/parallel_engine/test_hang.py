@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from drumline.bench.hang import Hang, Scenario, scenario, tiny_model
+from drumline.cli.main import main
 from parallel_engine.fleet import Fleets
 
 SETTINGS = {"ops_backend": "reference", "threads": 1, "block_size": 4}
@@ -41,7 +42,7 @@ def test_near_limit_hangs_under_the_old_gate_and_names_who_skipped(make: Make) -
     hang, truth = make(NEAR_LIMIT, "mtp")
     hang.settings = {**SETTINGS, "step_timeout_seconds": 1.0}
     outcome = hang.run("local", truth)
-    assert outcome.kind == "Diverged"
+    assert outcome.error == "Diverged"
     # Replica 0, whose prompts are longer, skipped; the other one is in its first draft pass.
     assert re.fullmatch(
         r"step \d+: collective \d+ over ep differs: rank 0 has nothing, in step \d+, "
@@ -66,7 +67,7 @@ def test_draft_length_hangs_where_each_chooses_its_own(make: Make, drafter: str)
     hang, truth = make(scenario("draft-length", "small"), drafter)
     hang.settings = {**SETTINGS, "step_timeout_seconds": 1.0}
     outcome = hang.run("local", truth)
-    assert outcome.kind == "Diverged"
+    assert outcome.error == "Diverged"
     assert re.search(
         r"over ep differs: rank 0 has draft \d #0: .* rank 1 has nothing", outcome.hung or ""
     )
@@ -89,9 +90,26 @@ def test_a_dense_drafter_completes_even_under_the_old_decision(make: Make) -> No
     assert outcome.good
 
 
+def test_settings_and_a_module_of_ones_own_reach_the_engine(tmp_path: Path) -> None:
+    hang = Hang(NEAR_LIMIT, tmp_path, settings={"max_num_seqs": 2}, module="a/folder")
+    for speculates in (True, False):
+        assert hang.config(speculates).scheduler.max_num_seqs == 2
+    speculation = hang.config(True).speculation
+    assert speculation is not None
+    assert speculation.model == "a/folder"
+
+
+def test_the_command_says_what_it_cannot_take(capsys: pytest.CaptureFixture[str]) -> None:
+    hang = ["bench", "hang", "--scenario", "near-limit"]
+    assert main([*hang, "--spec-model", "a/folder"]) == 2
+    assert "spec_model='a/folder': needs the --model it is for" in capsys.readouterr().err
+    assert main([*hang, "--max-model-len", "64"]) == 2
+    assert "max_model_len=64: the scenario says it" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_near_limit_as_it_was_reported_but_short(make: Make) -> None:
     """dp=4 tp=2, L = 150: tokens are those of the same tp without data parallelism."""
     hang, truth = make(scenario("near-limit", "small"), "mtp")
     assert hang.run("agreed", truth).good
-    assert hang.run("local", truth).kind == "Diverged"
+    assert hang.run("local", truth).error == "Diverged"

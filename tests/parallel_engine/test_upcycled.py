@@ -1,4 +1,4 @@
-"""Real text over ranks: SmolLM2 as a mixture, its experts spread, replicas agreeing, MTP ahead."""
+"""Real text over ranks: SmolLM2 and its MTP head as mixtures, experts spread, replicas agreeing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from drumline.core.params import SamplingParams
+from drumline.drafting.mtp import HEADS, SHIPPED
 from drumline.engine.llm import LLM
-from drumline.models.upcycle import upcycle
+from drumline.models.upcycle import upcycle, upcycle_mtp
 
 PROMPTS = ["The capital of France is", "Water boils at", "Once upon a time, a small ship"]
 
@@ -20,13 +21,14 @@ PROMPTS = ["The capital of France is", "Water boils at", "Once upon a time, a sm
 def test_upcycled_smollm2_says_the_same_over_two_replicas(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "smollm2-135m-instruct-moe"  # the shipped head knows it by its name
-    upcycle(smollm2_path, 4, folder)
+    folder = upcycle(smollm2_path, 4, tmp_path / "mixture")
+    head = upcycle_mtp(HEADS / SHIPPED[0].folder, 4, tmp_path / "mtp")
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)
     settings: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "threads": 1}
     with LLM(model=str(folder), **settings) as llm:
         alone = llm.generate(PROMPTS, params)
-    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
+    asked = {"method": "mtp", "model": str(head), "num_speculative_tokens": 3}
+    speculation = json.dumps(asked)
     more: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
     with LLM(model=str(folder), speculative_config=speculation, **settings, **more) as llm:
         spread = llm.generate(PROMPTS, params)

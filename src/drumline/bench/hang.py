@@ -60,7 +60,7 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a run. ``hung``: the error that named it, None if it completed.
+    """What became of a run. ``hung``: what named it, None if it completed; ``error``: its type.
     ``seconds_to_name``: from the last token of anybody to that error. ``gate_steps``: steps in
     which one replica's old gate failed while another drafted. ``equal``: tokens are those of one
     replica without speculation; None where the run did not complete."""
@@ -72,7 +72,7 @@ class Outcome:
     seconds: float
     draft_lengths: dict[int, int]
     hung: str | None = None
-    kind: str | None = None
+    error: str | None = None
     seconds_to_name: float = 0.0
     gate_steps: int = 0
     equal: bool | None = None
@@ -98,7 +98,8 @@ def scenario(name: str, scale: str = "full") -> Scenario:
 
 
 class Hang:
-    """Runs a scenario on the checkpoint of a model. ``drafter``: its draft folder or method."""
+    """Runs a scenario on the checkpoint of a model. ``drafter``: its draft folder or method;
+    ``module``: the folder of the mtp module, where it is not in the checkpoint."""
 
     def __init__(
         self,
@@ -107,12 +108,14 @@ class Hang:
         drafter: str = "mtp",
         settings: dict[str, Any] | None = None,
         nursery: Nursery | None = None,
+        module: str | None = None,
     ) -> None:
         self.what = what
         self.model = model
         self.drafter = drafter
         self.settings = settings or {}
         self.nursery = nursery
+        self.module = module
 
     def config(self, speculates: bool) -> EngineConfig:
         """With all replicas and drafts, or of one replica without."""
@@ -137,7 +140,7 @@ class Hang:
         if self.drafter == "draft-model":
             return {**asked, "method": "draft_model", "model": str(self.model / "draft-model")}
         if self.drafter == "mtp":
-            return {**asked, "method": "mtp"}
+            return {**asked, "method": "mtp", "model": self.module}
         return {**asked, "method": "eagle3", "model": str(self.model / self.drafter)}
 
     def truth(self) -> list[tuple[int, ...]]:
@@ -169,7 +172,7 @@ class Hang:
                 seconds=now - began,
                 draft_lengths=core.draft_lengths,
                 hung=None if error is None else str(error),
-                kind=None if error is None else type(error).__name__,
+                error=None if error is None else type(error).__name__,
                 seconds_to_name=now - run.last_token if error is not None else 0.0,
                 gate_steps=_alone_failures(failures),
                 equal=None if error is not None else run.tokens == list(truth),

@@ -22,7 +22,7 @@ DRAFTERS = ("mtp", "eagle3", "draft-model", "dense")
 # What the scenario fixes; the rest of the engine's flags may be given.
 FIXED = (
     *("data_parallel_size", "tensor_parallel_size", "enable_expert_parallel", "max_model_len"),
-    *("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+    *("speculative_config", "spec_method", "spec_tokens"),
 )
 
 
@@ -52,19 +52,24 @@ def run_hang(args: argparse.Namespace, config: EngineConfig) -> int:
     for name in FIXED:
         if name in config.sources:
             raise ConfigError(name, config.get(name), "the scenario says it")
-    settings = {name: config.get(name) for name in config.sources if name != "model"}
+    own = ("model", "spec_model")
+    settings = {name: config.get(name) for name in config.sources if name not in own}
+    if "spec_model" in config.sources and "model" not in config.sources:
+        raise ConfigError("spec_model", config.get("spec_model"), "needs the --model it is for")
 
     from drumline.bench.hang import Hang, scenario, tiny_model
 
     what = scenario(args.scenario, args.scale)
+    module: str | None = None
     with ExitStack() as stack:
         if "model" in config.sources:
             if args.drafter != "mtp":
                 raise ConfigError("drafter", args.drafter, "a model of your own drafts with mtp")
             model = Path(config.model.model)
+            module = config.get("spec_model")
         else:
             model = stack.enter_context(tiny_model(what.max_model_len))
-        hang = Hang(what, model, args.drafter, settings)
+        hang = Hang(what, model, args.drafter, settings, module=module)
         _say(what, args.policy, args.drafter)
         truth = hang.truth()
         print(f"without speculation: {sum(map(len, truth))} tokens", flush=True)
@@ -92,7 +97,7 @@ def _say(what: Scenario, policy: str, drafter: str) -> None:
 def _report(outcome: Outcome) -> None:
     if outcome.hung is not None:
         print(f"hangs; named {outcome.seconds_to_name:.1f} s after the last token:")
-        print(f"{outcome.kind}: {outcome.hung}")
+        print(f"{outcome.error}: {outcome.hung}")
         return
     lengths = ", ".join(f"{k}: {count}" for k, count in outcome.draft_lengths.items())
     print(

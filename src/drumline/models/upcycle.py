@@ -5,7 +5,8 @@
 
 so that the weighted sum is the dense feed-forward, but for rounding. The result is a Mixtral: a
 real model to try expert and data parallelism with. Quantized weights come out as float32, since
-rounding them once more would change what the model says; floats stay what they are.
+rounding them once more would change what the model says; floats stay what they are. A next-token
+module that drafts for the model is rewritten alike: a drafter with experts, like its target.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from drumline.core.errors import ConfigError
 from drumline.models.checkpoint import Checkpoint, open_checkpoint
-from drumline.models.config import ArchitectureConfig, RopeScaling, SamplingDefaults
+from drumline.models.config import (
+    ArchitectureConfig,
+    Fields,
+    RopeScaling,
+    SamplingDefaults,
+    read_json,
+)
+from drumline.models.hub_config import read_architecture
 from drumline.models.registry import CAUSAL_LM
 from drumline.models.safetensors_loader import INDEX, SINGLE
 from drumline.ops.weights import FLOAT_KINDS, WeightTensor
@@ -35,7 +43,7 @@ def upcycle(model: str | Path, experts: int, output: str | Path) -> Path:
     folder ``output``, which must be new or empty, and returns it. ConfigError names what does not
     fit."""
     checkpoint = open_checkpoint(model)
-    _check(checkpoint.config, experts)
+    _check(checkpoint.config, experts, "model")
     folder = _new_folder(output)
     _write_json(folder / "config.json", _config(checkpoint.config, experts))
     _write_json(folder / "generation_config.json", _generation(checkpoint.config))
@@ -44,7 +52,32 @@ def upcycle(model: str | Path, experts: int, output: str | Path) -> Path:
     return folder
 
 
-def _check(config: ArchitectureConfig, experts: int) -> None:
+def upcycle_mtp(head: str | Path, experts: int, output: str | Path) -> Path:
+    """Writes the next-token module in the folder ``head`` (speculators' spelling, one file) with
+    ``experts`` experts in its block to the folder ``output``, which must be new or empty, and
+    returns it. It drafts what the dense one drafts. ConfigError names what does not fit."""
+    source = Path(head)
+    values = read_json(source / "config.json")
+    kind, layers = values.get("speculators_model_type"), values.get("transformer_layer_config")
+    if kind != "mtp" or not isinstance(layers, dict):
+        raise ConfigError("mtp", str(head), "not a next-token module in speculators' spelling")
+    if not (source / SINGLE).is_file():
+        raise ConfigError("mtp", str(head), f"has no file {SINGLE}")
+    fields = Fields(source / "config.json", layers, "transformer_layer_config.")
+    config = read_architecture(fields)
+    _check(config, experts, "mtp")
+    folder = _new_folder(output)
+    mixture = _config(config, experts)
+    del mixture["architectures"]
+    _write_json(folder / "config.json", {**values, "transformer_layer_config": mixture})
+    tensors: dict[str, Tensor] = {}
+    for name, data in load_file(source / SINGLE).items():
+        tensors |= _parts(name, data, experts)
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    return folder
+
+
+def _check(config: ArchitectureConfig, experts: int, what: str) -> None:
     if experts < 2:
         raise ConfigError("experts", experts, "must be at least 2")
     if config.intermediate_size % experts:
@@ -56,9 +89,9 @@ def _check(config: ArchitectureConfig, experts: int) -> None:
     kind = config.model_type
     if kind not in SOURCES or config.attention_bias or config.mlp_bias:
         biases = " with biases" if kind in SOURCES else ""
-        raise ConfigError("model", f"{kind}{biases}", f"expected one of {', '.join(SOURCES)}")
+        raise ConfigError(what, f"{kind}{biases}", f"expected one of {', '.join(SOURCES)}")
     if config.rope_scaling is not None and config.rope_scaling.kind == "factors":
-        raise ConfigError("model", "rope_freqs.weight", "has no spelling in a config.json")
+        raise ConfigError(what, "rope_freqs.weight", "has no spelling in a config.json")
 
 
 def _new_folder(output: str | Path) -> Path:
@@ -77,25 +110,29 @@ def _new_folder(output: str | Path) -> Path:
 
 def _tensors(checkpoint: Checkpoint, experts: int) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of the mixture, in the dense checkpoint's order."""
-    width = checkpoint.config.intermediate_size // experts
     for name, weight in checkpoint.tensors.items():
-        prefix, _, part = name.partition(".mlp.")
-        if not part:
-            yield name, _float(weight)
-            continue
-        block = f"{prefix}.block_sparse_moe"
-        projection = part.split(".")[0]
-        spelled = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[projection]
-        dense = _float(weight)
-        if projection == "down_proj":
-            dense = _scaled(dense, experts)
-        if projection == "gate_proj":
-            router = torch.zeros((experts, checkpoint.config.hidden_size), dtype=dense.dtype)
-            yield f"{block}.gate.weight", router
-        for expert in range(experts):
-            own = slice(expert * width, (expert + 1) * width)
-            share = dense[:, own] if projection == "down_proj" else dense[own]
-            yield f"{block}.experts.{expert}.{spelled}.weight", share.contiguous()
+        yield from _parts(name, _float(weight), experts).items()
+
+
+def _parts(name: str, dense: Tensor, experts: int) -> dict[str, Tensor]:
+    """What becomes of one tensor of a dense checkpoint or module."""
+    prefix, _, part = name.partition(".mlp.")
+    if not part:
+        return {name: dense}
+    block = f"{prefix}.block_sparse_moe"
+    projection = part.split(".")[0]
+    spelled = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[projection]
+    parts: dict[str, Tensor] = {}
+    if projection == "down_proj":
+        dense = _scaled(dense, experts)
+    if projection == "gate_proj":
+        parts[f"{block}.gate.weight"] = torch.zeros((experts, dense.shape[1]), dtype=dense.dtype)
+    width = dense.shape[1 if projection == "down_proj" else 0] // experts
+    for expert in range(experts):
+        own = slice(expert * width, (expert + 1) * width)
+        share = dense[:, own] if projection == "down_proj" else dense[own]
+        parts[f"{block}.experts.{expert}.{spelled}.weight"] = share.contiguous()
+    return parts
 
 
 def _float(weight: WeightTensor) -> Tensor:
