@@ -1,27 +1,23 @@
 """Every drafter in every circumstance, and not one changed bit: `make matrix`.
 
-    python tests/matrix.py [--minutes M] [--results FILE] [--page FILE]
+    python tests/matrix.py [--part one|ranks] [--minutes M] [--results FOLDER] [--page FILE]
 
-The suite runs an array of cases in which every pair of values meets; this runs them all. A line of
-the results file is a combination that is done; the same command goes on after the last one, runs
+The suite runs an array of cases in which every pair of values meets; this runs them all, with one
+rank and (`matrix_ranks`) with several. The same command goes on after the last combination, runs
 what failed again, and starts afresh if the code it measures has changed. The page in docs/ is
-written at the end, complete or not. Exit codes: 0 all equal, 1 not. One process, one thread.
+written at the end, complete or not, of what is known of both parts. Exit codes: 0 all equal, 1 not.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +25,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded
 
 import torch
 
-import drumline
+import matrix_ranks
 from drafting.methods import ITSELF, METHODS, WRITING, Method
 from drafting.world import VOCAB, truth
 from drumline.engine.llm import LLM
 from drumline.models.tiny import write_tiny
 from engine.circumstances import CHUNKS, DRAFT_LENGTHS, K, Truth, check
-from parallel_engine import layouts
-from parallel_engine.fleet import Fleets
+from matrix_results import ROOT, Code, Results
 
-ROOT = Path(__file__).resolve().parents[1]
-# The rooms that take part in a run, and the tests' modules that say what a run is.
-DECIDING = ("core", "config", "kvcache", "lockstep", "scheduler", "fleet")
-COMPUTING = ("parallel", "ops", "models", "sampling", "drafting", "worker", "engine")
-RUN = (
-    *("drafting/methods.py", "drafting/world.py", "engine/circumstances.py"),
-    *("parallel_engine/fleet.py", "parallel_engine/layouts.py"),
-)
 FACTORS: dict[str, tuple[Any, ...]] = {
     "k": K,
     "draft_length": DRAFT_LENGTHS,
@@ -55,6 +42,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "preempt": (False, True),
 }
 METHODS_HERE = {**METHODS, ITSELF.name: ITSELF, WRITING.name: WRITING}
+PARTS = ("one", "ranks")
 Case = dict[str, Any]
 
 
@@ -75,69 +63,6 @@ def combinations() -> Iterator[tuple[Method, Case]]:
 
 def name_of(method: Method, case: Case) -> str:
     return " ".join((method.name, *(f"{key}={value}" for key, value in case.items())))
-
-
-# ---------------------------------------------------------------- results
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """What is measured: a digest of all of it, and its place in the history for people."""
-
-    digest: str
-    commit: str
-
-    @classmethod
-    def here(cls) -> Code:
-        rooms = [ROOT / "src" / "drumline" / room for room in (*DECIDING, *COMPUTING)]
-        files = sorted(path for top in rooms for path in top.rglob("*.py"))
-        files += [ROOT / "tests" / name for name in RUN]
-        files += sorted(Path(path) for top in drumline.__path__ for path in Path(top).glob("*.so"))
-        digest = hashlib.sha256()
-        for path in files:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        paths = [str(path.relative_to(ROOT)) for path in rooms] + ["native"]
-        commit = _git("log", "-1", "--format=%h", "--", *paths) or "unknown"
-        changed = _git("status", "--porcelain", "--", *paths)
-        return cls(digest.hexdigest(), commit + (", with changes" if changed else ""))
-
-
-def _git(*arguments: str) -> str:
-    run = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
-    return run.stdout.strip()
-
-
-class Results:
-    """A file of JSON lines: the code, then finished combinations. Written line by line."""
-
-    def __init__(self, path: Path, code: Code) -> None:
-        self.path = path
-        self.done: dict[str, dict[str, Any]] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        lines = [json.dumps({"code": code.digest})]
-        if old and old[0] == lines[0]:
-            for line in old[1:]:
-                try:
-                    entry = json.loads(line)
-                except ValueError:  # a run ended in the middle of it
-                    continue
-                self.done[entry["name"]] = entry
-                lines.append(line)
-        elif old:
-            print(f"{path} is about other code: starting afresh")
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    def of(self, method: Method) -> list[dict[str, Any]]:
-        return [entry for entry in self.done.values() if entry["method"] == method.name]
-
-    def add(self, entry: dict[str, Any]) -> None:
-        self.done[entry["name"]] = entry
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-
-    def wanted(self, name: str) -> bool:
-        return self.done.get(name, {}).get("problem", "not run") is not None
 
 
 # ---------------------------------------------------------------- running
@@ -162,8 +87,8 @@ def run_one(target: Path, alone: Truth, method: Method, case: Case) -> dict[str,
     }
 
 
-def run_all(results: Results, folder: Path, deadline: float) -> str:
-    """Runs what is left until then; says what computed."""
+def run_all(results: Results, folder: Path, deadline: float) -> None:
+    """Runs what is left until then."""
     target = folder / "target"
     write_tiny("llama", target, 3, vocab=VOCAB)
     alone = {sampled: truth(target, sampled) for sampled in (False, True)}
@@ -186,43 +111,12 @@ def run_all(results: Results, folder: Path, deadline: float) -> str:
         if number % 50 == 0 or number == len(left):
             seconds = time.monotonic() - began
             print(f"{number}/{len(left)}  {seconds:.0f} s  {failed} failed", flush=True)
-    return _backend(target)
 
 
-LAYOUT = "layout"  # the method's place in entries of several ranks
-
-
-def run_layouts(results: Results, folder: Path, deadline: float) -> None:
-    """Runs what is left of several ranks, each combination an engine of its own."""
-    left = [case for case in layouts.combinations() if results.wanted(layouts.name_of(case))]
-    if not left or time.monotonic() > deadline:
-        return
-    fleets = Fleets()
-    try:
-        checks = layouts.Layouts(layouts.write_model(folder / "layouts"), fleets.start)
-        for number, case in enumerate(left, 1):
-            if time.monotonic() > deadline:
-                return
-            entry: dict[str, Any] = {"name": layouts.name_of(case), "method": LAYOUT, **case}
-            try:
-                core = checks.check(case)
-                stats = core.speculation
-                sums = {"drafted": stats.drafted, "accepted": stats.accepted}
-                entry |= {"problem": None, "steps": core.counters.steps, **sums}
-            except Exception as error:  # whatever it is belongs to the result
-                text = f"{type(error).__name__}: {error}".splitlines()[0][:400]
-                entry["problem"] = text
-                print(f"DIFFERENT {entry['name']}\n  {text}", flush=True)
-            results.add(entry)
-            fleets.close_all()
-            if number % 20 == 0 or number == len(left):
-                print(f"layouts {number}/{len(left)}", flush=True)
-    finally:
-        fleets.close()
-
-
-def _backend(target: Path) -> str:
-    llm = LLM(model=str(target), threads=1, max_model_len=16)
+def backend(folder: Path) -> str:
+    """What computes where nothing is said."""
+    write_tiny("llama", folder, 3)
+    llm = LLM(model=str(folder), threads=1, max_model_len=16)
     path = getattr(llm.core.worker.ops, "path", None)
     return llm.core.resolved.ops_backend + (f" ({path})" if path else "")
 
@@ -231,11 +125,15 @@ def _backend(target: Path) -> str:
 
 HEAD = """# The matrix
 
+Whatever drafts, and on whatever ranks: the same bits. Written by `make matrix`.
+
+## One rank
+
 Every method with every K, draft length, way of sampling, prefix cache, chunk budget and memory,
 each time a batch of eight requests with draft lengths of their own between 0 and K. A combination
 is *equal* if token ids, every log-probability with its alternatives, prompt log-probabilities, text
 and finish reason of all eight are, bit for bit, what each request gives alone, in an engine without
-speculation. Written by `make matrix`; the models are seeded miniatures.
+speculation. The models are seeded miniatures.
 
     K               1, 3, 5, 8
     draft length    static, by a table with a zero in it, adaptive
@@ -260,35 +158,7 @@ drafts of a step, `random` now and then.
 """
 
 
-LAYOUTS = """
-## Several ranks
-
-A batch of ten requests on a miniature with experts, over replicas (dp) and ranks that share each
-layer (tp), with experts spread over all ranks or not: without drafts, and with ngram, draft_model,
-eagle3, mtp (both with experts of their own) and dflash, each with a static length, a table and an
-adaptive one. At tp = 1 *equal* means the bits of one rank; at tp = 2 the same tokens,
-log-probabilities within 1e-4, and the same bits whatever dp and whoever drafts. In all of them
-every rank's log of collectives is that of its group's others, and there is one exchange before each
-step.
-
-| layout | equal |
-| --- | ---: |
-"""
-
-
-def _layout_rows(results: Results) -> tuple[dict[str, tuple[int, int]], int]:
-    """Per layout (equal, wanted), and all that are wanted."""
-    rows: dict[str, tuple[int, int]] = {}
-    cases = list(layouts.combinations())
-    for case in cases:
-        name = " ".join(layouts.name_of(case).split()[1:4])
-        good, count = rows.get(name, (0, 0))
-        done = results.done.get(layouts.name_of(case), {}).get("problem", "not run") is None
-        rows[name] = (good + done, count + 1)
-    return rows, len(cases)
-
-
-def write_page(page: Path, results: Results, code: Code, backend: str) -> tuple[int, int]:
+def write_page(page: Path, one: Results, ranks: Results, operations: str) -> tuple[int, int]:
     """Writes the page; gives (equal, wanted)."""
     rows: list[str] = []
     barred: Counter[str] = Counter()
@@ -296,47 +166,58 @@ def write_page(page: Path, results: Results, code: Code, backend: str) -> tuple[
     for method in METHODS_HERE.values():
         reasons = [excluded(method, case) for other, case in combinations() if other is method]
         barred.update(f"{method.name}, {reason}" for reason in reasons if reason is not None)
-        good = [one for one in results.of(method) if one["problem"] is None]
+        good = [entry for entry in one.of(method.name) if entry["problem"] is None]
         asked = reasons.count(None)
         equal, wanted = equal + len(good), wanted + asked
-        preempted = sum(one["preemptions"] > 0 for one in good)
-        sums = [sum(one[key] for one in good) for key in SUMS]
+        preempted = sum(entry["preemptions"] > 0 for entry in good)
+        sums = [sum(entry[key] for entry in good) for key in SUMS]
         cells = [method.name, f"{len(good)} of {asked}", str(preempted), *map("{:,}".format, sums)]
         rows.append(f"| {' | '.join(cells)} |\n")
-    failed = [one for one in results.done.values() if one["problem"] is not None]
-    shared, asked_layouts = _layout_rows(results)
-    equal += sum(good for good, _ in shared.values())
-    wanted += asked_layouts
-    text = HEAD + f"**{equal:,} of {wanted:,} combinations are equal, {len(failed)} differ"
-    text += f", {wanted - equal - len(failed):,} were not run.**\n"
-    text += f"Code: commit {code.commit}. Operations: {backend}, one thread.\n\n"
+    text = HEAD + _verdict(one, equal, wanted, f"Operations: {operations}, one thread.")
     text += TABLE + "".join(rows) + TAIL
-    text += LAYOUTS + "".join(
-        f"| {name} | {good} of {count} |\n" for name, (good, count) in shared.items()
-    )
     text += "\nCombinations that a method cannot have, each refused by the configuration:\n\n"
     text += "".join(f"- {reason} ({count})\n" for reason, count in barred.items())
+    shared, asked_ranks = matrix_ranks.count(ranks)
+    over = f"Native operations: {operations}; one thread a rank."
+    text += matrix_ranks.HEAD + _verdict(ranks, shared, asked_ranks, over)
+    text += matrix_ranks.table(ranks)
+    failed = one.failed() + ranks.failed()
     if failed:
         text += "\n## What differs\n\n"
-        text += "".join(f"- `{one['name']}`: {one['problem']}\n" for one in failed)
+        text += "".join(f"- `{entry['name']}`: {entry['problem']}\n" for entry in failed)
     page.write_text(text, encoding="utf-8")
-    return equal, wanted
+    return equal + shared, wanted + asked_ranks
+
+
+def _verdict(results: Results, equal: int, wanted: int, how: str) -> str:
+    failed = len(results.failed())
+    commit = "none" if results.code is None else results.code.commit
+    return (
+        f"**{equal:,} of {wanted:,} combinations are equal, {failed} differ, "
+        f"{wanted - equal - failed:,} were not run.**\nCode: commit {commit}. {how}\n\n"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="what to run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="then stop")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "matrix.jsonl")
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "matrix")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "matrix.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    code = Code.here()
-    results = Results(arguments.results, code)
+    one, ranks = (Results(arguments.results / f"{name}.jsonl") for name in PARTS)
     deadline = time.monotonic() + 60 * arguments.minutes
+    code = Code.here()
     with tempfile.TemporaryDirectory() as folder:
-        backend = run_all(results, Path(folder), deadline)
-        run_layouts(results, Path(folder), deadline)
-    equal, wanted = write_page(arguments.page, results, code, backend)
+        if "one" in arguments.part:
+            one.begin(code)
+            run_all(one, Path(folder), deadline)
+        if "ranks" in arguments.part:
+            ranks.begin(code)
+            matrix_ranks.run_ranks(ranks, Path(folder), deadline)
+        operations = backend(Path(folder) / "backend")
+    equal, wanted = write_page(arguments.page, one, ranks, operations)
     print(f"matrix: {equal} of {wanted} combinations are equal")
     return 0 if equal == wanted else 1
 

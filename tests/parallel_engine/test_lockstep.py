@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from drumline.core.errors import ConfigError
+from drumline.core.request import PositionLogprobs, TokenLogprob
 from drumline.engine.core import EngineCore
 from drumline.engine.fleet_core import FleetCore
 from engine.covering import covering_array
@@ -18,7 +20,7 @@ from parallel_engine.layouts import (
     JOBS,
     Case,
     Layouts,
-    largest_difference,
+    check_close,
     name_of,
     write_model,
 )
@@ -48,7 +50,30 @@ def test_uneven_and_many_shares_of_a_layer(fleets: Fleets, tiny_path: TinyPath, 
     core = fleets.start(path, tensor_parallel_size=tp)
     found = bits(run(core, JOBS))
     assert [one[0] for one in found] == [one[0] for one in truth]
-    assert largest_difference(found, truth) < 1e-4
+    check_close(found, truth, [job.temperature == 0 for job in JOBS])
+
+
+def position(token: int, logprob: float, second: float) -> PositionLogprobs:
+    best = TokenLogprob(token, logprob, 1)
+    return PositionLogprobs(best, (best, TokenLogprob(token + 1, second, 2)))
+
+
+def test_over_tp_only_a_tie_may_fall_the_other_way() -> None:
+    """What the layouts are held against can fail: by a logprob, a token, a drawn token."""
+    truth = [((4, 5), [position(4, -1.0, -1.0005), position(5, -1.0, -2.0)])]
+
+    def with_first(one: PositionLogprobs) -> list[Any]:
+        return [((one.token.token_id, 5), [one, truth[0][1][1]])]
+
+    check_close(with_first(position(4, -1.00009, -1.0005)), truth, [True])
+    check_close(with_first(position(7, -1.0, -1.0005)), truth, [True])
+    with pytest.raises(AssertionError):
+        check_close(with_first(position(4, -1.0002, -1.0005)), truth, [True])
+    with pytest.raises(AssertionError, match="drawn"):
+        check_close(with_first(position(7, -1.0, -1.0005)), truth, [False])
+    wide = [((4, 5), [position(4, -1.0, -1.002), truth[0][1][1]])]
+    with pytest.raises(AssertionError, match="not by a tie"):
+        check_close(with_first(position(7, -1.0, -1.0005)), wide, [True])
 
 
 def test_what_does_not_draft_over_tp_is_refused_by_name(tiny_path: TinyPath) -> None:
