@@ -86,7 +86,7 @@ PLACE = "{} dp={} tp={}"  # a line of the page
 
 
 def write_smollm2(path: Path) -> Path:
-    """SmolLM2 as a mixture, with every drafter of it; of the networks all but dflash have experts."""
+    """SmolLM2 as a mixture, with every drafter of it; all networks but dflash have experts."""
     dense = fetch_smollm2()
     model = upcycle(dense, 8, path)
     upcycle_mtp(HEADS / SHIPPED[0].folder, 8, model / "mtp")
