@@ -22,7 +22,7 @@ from drumline.engine.finish import OutputJudge
 from drumline.engine.opening import open_engine
 from drumline.engine.outputs import OutputDelta
 from drumline.fleet.leader import Leader
-from drumline.fleet.replica import Arrivals, Replica, no_trouble
+from drumline.fleet.replica import NOTHING, Arrivals, Replica, no_trouble
 from drumline.kvcache import BlockPool
 from drumline.lockstep.channel import Wake, WakeChannel
 from drumline.lockstep.conductor import Conductor, SoloConductor
@@ -118,7 +118,6 @@ class EngineCore:
         self._cancelled: list[int] = []
         self._deltas: list[OutputDelta] = []
         self._live: dict[int, int] = {}  # number → tokens kept so far
-        self._requests: dict[int, Request] = {}
         self._decoding = False
         self._broken: str | None = None
         agreed = agreement or Agreement(SoloConductor(), Nobody(), alone=True)
@@ -194,7 +193,6 @@ class EngineCore:
             raise Refused(f"the queue is full: max_num_queued_reqs={limit}")
         for request in requests:
             self._live[request.number] = 0
-            self._requests[request.number] = request
             skip = request.params.skip_special_tokens
             detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=skip)
             self._judge.start(request, detokenizer, request.params.stop)
@@ -249,6 +247,8 @@ class EngineCore:
     # ---- the replica's seams -------------------------------------------------------------
 
     def take(self, limit: int) -> Arrivals:
+        if not self._arrived and not self._cancelled:
+            return NOTHING
         arrivals = Arrivals(tuple(self._arrived[:limit]), tuple(self._cancelled))
         del self._arrived[:limit]
         waiting = {request.number for request in self._arrived}
@@ -256,19 +256,14 @@ class EngineCore:
         return arrivals
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self._decoding = any(
-            row.samples and row.start + len(row.tokens) > len(self._prompt(row.number))
-            for row in plan.rows
-        )
+        live = self._live
+        self._decoding = any(row.samples and live[row.number] for row in plan.rows)
         self._agreed.before(plan)
         return self.worker.execute(plan)
 
     def emit(self, events: Sequence[Event]) -> None:
         for event in events:
             self._deltas.append(self._delta(event))
-
-    def _prompt(self, number: int) -> tuple[int, ...]:
-        return self._requests[number].prompt_token_ids
 
     def _delta(self, event: Event) -> OutputDelta:
         """The event with its text. A request that ends is forgotten here."""
@@ -283,7 +278,7 @@ class EngineCore:
         if event.finish_reason is not None:
             self._judge.forget(number)
             self.worker.end(number)
-            del self._live[number], self._requests[number]
+            del self._live[number]
         return OutputDelta(
             number=number,
             text=text,

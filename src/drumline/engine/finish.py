@@ -30,6 +30,9 @@ class Detokenizer(Protocol):
         ...
 
 
+ALL_KEPT = tuple(Verdict(count) for count in range(9))  # what most steps hear, made once
+
+
 @dataclass(slots=True)
 class _Output:
     """One request's text. ``window`` is the longest end of the text that begins a stop string."""
@@ -49,6 +52,9 @@ class _Output:
 
     def add(self, delta: str) -> str | None:
         """Appends text. Returns the stop string that it completes; text is then cut at it."""
+        if not self.stop:
+            self.released.append(delta)
+            return None
         text = self.window + delta
         match = self._first_stop(text) if self.may_stop and delta else None
         begin = len(self.window) if self.include_stop else 0
@@ -118,12 +124,12 @@ class OutputJudge:
             if verdict is not None:
                 output.finished = True
                 return verdict
-        return Verdict(len(tokens))
+        return ALL_KEPT[len(tokens)] if len(tokens) < len(ALL_KEPT) else Verdict(len(tokens))
 
     def take_text(self, number: int) -> str:
         """The text that became certain since the last call."""
         released = self._outputs[number].released
-        text = "".join(released)
+        text = released[0] if len(released) == 1 else "".join(released)
         released.clear()
         return text
 

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from drumline.core.clock import Clock
 from drumline.core.errors import EngineError, Refused, RequestError
-from drumline.core.plan import Event, SpeculationStats, StepPlan, StepResult
+from drumline.core.plan import Event, StepPlan, StepResult
 from drumline.core.request import Finish, FinishReason, Request
-from drumline.lockstep.conductor import Conductor, Rest, Standing
+from drumline.lockstep.conductor import WORKING, Conductor, Rest, Standing
 from drumline.scheduler import Scheduler
 
 
@@ -25,6 +25,9 @@ class Arrivals:
 
     requests: tuple[Request, ...] = ()
     cancelled: tuple[int, ...] = ()
+
+
+NOTHING = Arrivals()
 
 
 class Intake(Protocol):
@@ -43,17 +46,11 @@ class Emitter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One executed step in numbers. ``usage`` is the share of KV blocks held after it."""
+    """One executed step in numbers."""
 
     step: int
-    row_count: int
-    token_count: int  # rows' tokens and drafts that went through the target
-    kept_count: int  # tokens that were kept
     preemption_count: int
-    draft_k: int
-    usage: float
     seconds: float
-    speculation: SpeculationStats  # of all steps up to and with this one
 
 
 def no_trouble() -> EngineError | None:
@@ -105,7 +102,9 @@ class Replica:
         began = self._clock.now()
         self._take_in()
         proposal = self.scheduler.propose()
-        self._emitter.emit(self.scheduler.take_events())
+        told = self.scheduler.take_events()
+        if told:
+            self._emitter.emit(told)
         try:
             sealed = self._conductor.seal(proposal, self._standing())
             self.rest = sealed if isinstance(sealed, Rest) else None
@@ -122,16 +121,14 @@ class Replica:
             where = f"step {self._conductor.next_step - 1}"
             raise EngineError(f"{where}: {type(error).__name__}: {error}") from error
         self._emitter.emit(events)
-        return self._count(sealed, events, self._clock.now() - began)
+        return self._count(sealed, self._clock.now() - began)
 
     def _standing(self) -> Standing:
-        return Standing(
-            work=self.scheduler.running_count + self.scheduler.waiting_count > 0,
-            pause=self.pause,
-            drain=self.drain,
-            stop=self.stop,
-            error=self._trouble(),
-        )
+        error = self._trouble()
+        work = self.scheduler.running_count + self.scheduler.waiting_count > 0
+        if work and error is None and not (self.pause or self.drain or self.stop):
+            return WORKING
+        return Standing(work, self.pause, self.drain, self.stop, error)
 
     def _end_all(self) -> None:
         """Every request ends with ``error``, and is told so."""
@@ -140,18 +137,19 @@ class Replica:
 
     def _take_in(self) -> None:
         arrivals = self._intake.take(self.scheduler.waiting_room)
-        for request in arrivals.requests:
-            try:
-                self.scheduler.add(request)
-            except (Refused, RequestError):
-                # Intake checks before it hands over; what slips through ends alone.
-                self._emitter.emit([Event(request.number, finish_reason=FinishReason.ERROR)])
-        for number in arrivals.cancelled:
-            self.scheduler.cancel(number)
+        if arrivals is not NOTHING:
+            for request in arrivals.requests:
+                try:
+                    self.scheduler.add(request)
+                except (Refused, RequestError):
+                    # Intake checks before it hands over; what slips through ends alone.
+                    self._emitter.emit([Event(request.number, finish_reason=FinishReason.ERROR)])
+            for number in arrivals.cancelled:
+                self.scheduler.cancel(number)
         if self.stop:
             self.scheduler.cancel_all()
 
-    def _count(self, plan: StepPlan, events: Sequence[Event], seconds: float) -> StepStats:
+    def _count(self, plan: StepPlan, seconds: float) -> StepStats:
         self.step_count += 1
         self.scheduler.note_seconds(plan, seconds)
         if plan.group_rows:
@@ -159,14 +157,4 @@ class Replica:
             histogram[plan.draft_k] = histogram.get(plan.draft_k, 0) + 1
         preemption_count = self.scheduler.preemption_count - self._preemptions_before
         self._preemptions_before = self.scheduler.preemption_count
-        return StepStats(
-            step=plan.step,
-            row_count=len(plan.rows),
-            token_count=sum(row.width for row in plan.rows),
-            kept_count=sum(len(event.tokens) for event in events),
-            preemption_count=preemption_count,
-            draft_k=plan.draft_k,
-            usage=self.scheduler.pool.usage,
-            seconds=seconds,
-            speculation=self.scheduler.speculation,
-        )
+        return StepStats(plan.step, preemption_count, seconds)

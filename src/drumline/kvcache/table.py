@@ -82,8 +82,9 @@ class BlockTable:
         """Rewinds to ``length`` tokens; returns how many whole blocks past it were given back."""
         size = self._pool.block_size
         kept_count = blocks_for(length, size)
-        surplus = self._block_ids[kept_count:]
-        if surplus:
+        surplus: Sequence[int] = ()
+        if kept_count < len(self._block_ids):
+            surplus = self._block_ids[kept_count:]
             del self._block_ids[kept_count:]
             self._pool.release(surplus)
             self._frozen = None
@@ -91,6 +92,10 @@ class BlockTable:
             assert length % size == 0, "a rewind would lead to writing into a shared block"
             self._registered_count = kept_count
         return len(surplus)
+
+    def may_register(self, length: int) -> bool:
+        """Whether `register` would offer a block."""
+        return length // self._pool.block_size > self._registered_count
 
     def register(self, chain: PrefixChain, length: int) -> None:
         """Offers the full blocks among the first ``length`` tokens to the prefix cache.

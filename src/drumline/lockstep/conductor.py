@@ -11,6 +11,7 @@ request beyond its row, and no way to reach another rank but the channel it is h
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,9 +102,20 @@ class SoloConductor:
         if turn is not Turn.STEP:
             return Rest(turn.value)
         self.stop_agreed = standing.stop
-        draft_k = proposal.draft_wish if any(map(may_draft, proposal.rows)) else 0
-        plan = _plan(
-            proposal, self.epoch, self.next_step, self._verify_width, Decision(turn, draft_k)
+        rows = proposal.rows
+        _check_drafts(rows, self._verify_width)
+        draft_k = proposal.draft_wish
+        if draft_k and not any(map(may_draft, rows)):
+            draft_k = 0
+        plan = StepPlan(
+            self.epoch,
+            self.next_step,
+            rows,
+            proposal.admitted,
+            proposal.released,
+            draft_k,
+            self._verify_width,
+            group_rows=len(rows),
         )
         self.next_step += 1
         self._verify_width = 1 + draft_k
@@ -235,8 +247,7 @@ class GroupConductor:
 def _plan(
     proposal: StepProposal, epoch: int, step: int, verify_width: int, decision: Decision
 ) -> StepPlan:
-    for row in proposal.rows:
-        assert len(row.drafts) < verify_width, f"request {row.number} brings drafts of another step"
+    _check_drafts(proposal.rows, verify_width)
     return StepPlan(
         epoch=epoch,
         step=step,
@@ -250,3 +261,8 @@ def _plan(
         draft_sizes=decision.draft_sizes,
         group_rows=max(decision.group_rows, len(proposal.rows)),
     )
+
+
+def _check_drafts(rows: Sequence[Row], verify_width: int) -> None:
+    for row in rows:
+        assert len(row.drafts) < verify_width, f"request {row.number} brings drafts of another step"

@@ -63,6 +63,7 @@ class Tokenizer:
             token_id for token_id, token in added.items() if token.special
         )
         self._byte_level, self._strip_start = _decoding_scheme(backend, path)
+        self._texts: dict[int, str | None] = {}
         self._bytes: dict[int, bytes] = {
             token_id: token.content.encode() for token_id, token in added.items()
         }
@@ -141,6 +142,18 @@ class Tokenizer:
             self._bytes[token_id] = known
         return known
 
+    def token_text(self, token_id: int) -> str | None:
+        """The characters that one token adds; None if its bytes are no whole characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text: str | None = self.token_bytes(token_id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._texts[token_id] = text
+            return text
+
     def _spelled(self, token: str) -> bytes:
         if self._byte_level:
             values = [BYTE_ALPHABET.get(char) for char in token]
@@ -196,21 +209,30 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at_start = tokenizer._strip_start
+        self._between = not self._at_start  # no bytes wait for others, and no space is dropped
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that becomes certain with ``ids``; often empty."""
+        ids = [i for i in ids if i not in self._skipped]
+        if self._between:  # whole characters after whole characters need no decoder
+            texts = [self._tokenizer.token_text(i) for i in ids]
+            if None not in texts:
+                return "".join(texts)  # type: ignore[arg-type]
         token_bytes = self._tokenizer.token_bytes
-        data = b"".join(token_bytes(i) for i in ids if i not in self._skipped)
+        data = b"".join(map(token_bytes, ids))
         if self._at_start and data:
             self._at_start = False
             data = data.removeprefix(b" ")
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        self._between = not self._at_start and not self._utf8.getstate()[0]
+        return text
 
     def flush(self) -> str:
         """What is still held back, as U+FFFD. Afterwards the detokenizer starts a new text."""
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         self._at_start = self._tokenizer._strip_start
+        self._between = not self._at_start
         return rest
 
 

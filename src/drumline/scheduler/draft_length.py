@@ -25,6 +25,8 @@ from drumline.lockstep.decide import look_around, looks_around, most_per_time
 from drumline.scheduler.acceptance import UNIT, Acceptance
 from drumline.scheduler.draft_cost import CostCurve
 
+SILENT = DraftVote()
+
 
 class DraftLength(Protocol):
     """Chooses a step's draft length and learns from executed steps. ``lookup``: the table that
@@ -74,7 +76,7 @@ class StaticDraftLength:
         return None
 
     def vote(self, decoding: Sequence[int]) -> DraftVote:
-        return DraftVote()
+        return SILENT
 
     def choose(self, vote: DraftVote) -> int:
         return self.num_speculative_tokens if vote.wish is None else vote.wish
@@ -166,7 +168,7 @@ class AdaptiveDraftLength:
 
     def vote(self, decoding: Sequence[int]) -> DraftVote:
         if not decoding:
-            return DraftVote()
+            return SILENT
         return DraftVote(None, self.expected_tokens(decoding), self.costs.micros(len(decoding)))
 
     def choose(self, vote: DraftVote) -> int:

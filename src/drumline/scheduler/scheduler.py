@@ -152,16 +152,10 @@ class Scheduler:
         rows = [self._row(sequence, 1) for sequence in decoding]
         rows += [self._row(*pair) for pair in zip(prefilling, shares, strict=True)]
         self._proposed = tuple(rows)
+        fresh = [sequence for sequence in (*decoding, *prefilling) if not sequence.known]
+        admitted = [Admission(sequence.request, tuple(sequence.token_ids)) for sequence in fresh]
         return StepProposal(
-            rows=self._proposed,
-            admitted=tuple(
-                Admission(sequence.request, tuple(sequence.token_ids))
-                for sequence in decoding + prefilling
-                if not sequence.known
-            ),
-            released=tuple(self._released),
-            draft_wish=wish,
-            vote=vote,
+            self._proposed, tuple(admitted), tuple(self._released), draft_wish=wish, vote=vote
         )
 
     def _continue_running(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -332,7 +326,8 @@ class Scheduler:
         assert tokens[:-1] == row.drafts[:accepted_count], "accepted is not what was drafted"
         verdict = finish.judge(sequence.request, sequence.output_count, tokens)
         check_verdict(sequence, verdict, len(tokens))
-        self._note_drafts(sequence, row, accepted_count, verdict.kept)
+        if self.settings.num_speculative_tokens:
+            self._note_drafts(sequence, row, accepted_count, verdict.kept)
         kept = tokens[: verdict.kept]
         sequence.token_ids.extend(kept)
         # The last token is never computed in the step that brings it.
@@ -356,9 +351,10 @@ class Scheduler:
             counts.note(len(row.drafts), min(accepted_count, kept_count))
 
     def _register(self, sequence: Sequence) -> None:
-        if self.settings.enable_prefix_caching:
-            sequence.chain.extend(sequence.token_ids, sequence.computed_count)
-            sequence.table.register(sequence.chain, sequence.computed_count)
+        count = sequence.computed_count
+        if self.settings.enable_prefix_caching and sequence.table.may_register(count):
+            sequence.chain.extend(sequence.token_ids, count)
+            sequence.table.register(sequence.chain, count)
 
     # ---- ends --------------------------------------------------------------------------------
 

@@ -1,11 +1,13 @@
-"""From a plan's rows to the tensors of one target pass. Pure; knows no model and no sampling."""
+"""From a plan's rows to the tensors of one target pass. Knows no model and no sampling.
+
+A worker that lays out pass after pass hands in an `InputMemory`, and then makes no tensors for it.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,63 +16,99 @@ from drumline.core.plan import Row
 from drumline.ops.base import PagedBatch
 from drumline.ops.indices import index_tensor
 
+Columns = tuple[Tensor, Tensor, Tensor]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class PassInputs:
-    """``ids`` [tokens] int64, and where those tokens sit."""
+    """``ids`` [tokens] int64, and where those tokens sit. ``offsets``: where each row begins in the
+    flat batch. ``picked``: tokens whose logits are wanted: of each row that samples, its last
+    committed token and its drafts; ascending."""
 
     ids: Tensor
     batch: PagedBatch
+    offsets: list[int]
+    picked: list[int]
 
 
-def row_offsets(rows: Sequence[Row]) -> list[int]:
-    """Where each row begins in the flat batch."""
-    return [0, *accumulate(row.width for row in rows)][: len(rows)]
+class InputMemory:
+    """Room for ids, positions and slots of a pass, and tensors over it for every size that came.
+
+    What it gives is valid until it is asked again. Passes of more than ``size_max`` tokens, and of
+    other devices, get memory of their own."""
+
+    def __init__(self, device: torch.device, size_max: int = 512) -> None:
+        self._device = device
+        self._size_max = size_max if device.type == "cpu" else 0
+        self._numbers = array("q", [0] * max(1, 3 * self._size_max))
+        self._whole = torch.frombuffer(self._numbers, dtype=torch.int64)
+        self._views: dict[int, Columns] = {}
+
+    def columns(self, ids: list[int], positions: list[int], slots: list[int]) -> Columns:
+        """Three tensors ``[tokens]`` int64."""
+        size = len(ids)
+        if not 0 < size <= self._size_max:
+            return _columns(self._device, ids, positions, slots)
+        found = self._views.get(size)
+        if found is None:
+            first, second, third = self._whole[: 3 * size].view(3, size)
+            found = self._views[size] = (first, second, third)
+        self._numbers[: 3 * size] = array("q", ids + positions + slots)
+        return found
 
 
-def sampled_rows(rows: Sequence[Row], offsets: Sequence[int]) -> list[int]:
-    """Tokens of the flat batch whose logits are wanted: of each row that samples, its last
-    committed token and its drafts; ascending."""
-    picked: list[int] = []
-    for row, offset in zip(rows, offsets, strict=True):
-        if row.samples:
-            first = offset + len(row.tokens) - 1
-            picked += range(first, first + len(row.drafts) + 1)
-    return picked
+def _columns(
+    device: torch.device, ids: list[int], positions: list[int], slots: list[int]
+) -> Columns:
+    return (
+        index_tensor(ids, device),
+        index_tensor(positions, device),
+        index_tensor(slots, device),
+    )
 
 
 def build_inputs(
-    rows: Sequence[Row], block_size: int, device: torch.device, size: int = 0
+    rows: Sequence[Row],
+    block_size: int,
+    device: torch.device,
+    size: int = 0,
+    memory: InputMemory | None = None,
 ) -> PassInputs:
     """Lays rows end to end, token-major: committed tokens, then drafts, row after row. Then, up to
     ``size`` tokens, padding: each alone at position 0 of block 0, writing nothing."""
-    ids, positions, slots = array("q"), array("q"), array("q")
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
     query_start = [0]
+    picked: list[int] = []
     for row in rows:
-        assert row.width > 0, f"row {row.number} has nothing to compute"
-        end = row.start + row.width
-        assert end <= len(row.block_ids) * block_size, f"row {row.number} outgrew its blocks"
-        ids.extend(row.tokens)
-        ids.extend(row.drafts)
-        positions.extend(range(row.start, end))
-        for position in range(row.start, end):
-            block, offset = divmod(position, block_size)
-            slots.append(row.block_ids[block] * block_size + offset)
+        start, block_ids, offset = row.start, row.block_ids, len(ids)
+        ids += row.tokens
+        ids += row.drafts
+        width = len(ids) - offset
+        end = start + width
+        assert width > 0, f"row {row.number} has nothing to compute"
+        assert end <= len(block_ids) * block_size, f"row {row.number} outgrew its blocks"
+        positions += range(start, end)
+        for position in range(start, end):
+            slots.append(block_ids[position // block_size] * block_size + position % block_size)
+        if row.samples:
+            picked += range(offset + len(row.tokens) - 1, len(ids))
         query_start.append(len(ids))
+    offsets = query_start[:-1]
     padding = max(0, size - len(ids))
     if padding:
-        assert len(ids) + padding == size
-        query_start.extend(range(len(ids) + 1, size + 1))
-        ids.extend([0] * padding)
-        positions.extend([0] * padding)
-        slots.extend([-1] * padding)
+        query_start += range(len(ids) + 1, size + 1)
+        ids += [0] * padding
+        positions += [0] * padding
+        slots += [-1] * padding
     assert not size or len(ids) == size, f"{len(ids)} tokens in a pass of {size}"
-    return PassInputs(
-        ids=index_tensor(ids, device),
-        batch=PagedBatch(
-            positions=index_tensor(positions, device),
-            slots=index_tensor(slots, device),
-            query_start=tuple(query_start),
-            block_tables=(*(row.block_ids for row in rows), *((0,),) * padding),
-        ),
-    )
+    if memory is None:
+        columns = _columns(device, ids, positions, slots)
+    else:
+        columns = memory.columns(ids, positions, slots)
+    tables = tuple([row.block_ids for row in rows])
+    if padding:
+        tables += ((0,),) * padding
+    batch = PagedBatch(columns[1], columns[2], tuple(query_start), tables)
+    return PassInputs(columns[0], batch, offsets, picked)

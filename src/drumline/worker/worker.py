@@ -21,7 +21,7 @@ from drumline.ops.base import KVCache, Ops
 from drumline.ops.indices import pick_rows
 from drumline.sampling.accept import Accepted, Verifier
 from drumline.sampling.window import Window
-from drumline.worker.inputs import build_inputs, row_offsets, sampled_rows
+from drumline.worker.inputs import InputMemory, build_inputs
 from drumline.worker.script import StepScript
 from drumline.worker.speculator import Outcome, Speculator
 
@@ -67,7 +67,9 @@ class Worker:
         self.sampler = verifier.sampler
         self.speculator = speculator
         self.script = script
+        self._memory = InputMemory(ops.device)
         self._sequences: dict[int, SequenceState] = {}
+        self._asking: set[int] = set()  # sequences that want their prompt's log-probabilities
         self._step = 0
 
     @property
@@ -80,15 +82,17 @@ class Worker:
         self._follow(plan)
         if self.script is not None:
             self.script.begin(plan)
-        size = plan.target_size
-        inputs = build_inputs(plan.rows, self.cache.block_size, self.ops.device, size)
+        inputs = build_inputs(
+            plan.rows, self.cache.block_size, self.ops.device, plan.target_size, self._memory
+        )
         taps = () if self.speculator is None else self.speculator.taps
-        offsets = row_offsets(plan.rows)
-        picked = sampled_rows(plan.rows, offsets)
+        offsets, picked = inputs.offsets, inputs.picked
         # Among ranks that share the head its logits are a pass of their own, in the script's order.
         at_once = picked if self.script is None else ()
         output = self.model.forward(inputs.ids, inputs.batch, self.cache, taps, at_once)
-        prompts = self._prompt_logprobs(plan.rows, offsets, output.hidden)
+        prompts: dict[int, tuple[PositionLogprobs, ...]] = {}
+        if self._asking:
+            prompts = self._prompt_logprobs(plan.rows, offsets, output.hidden)
         logits = output.logits
         if picked and logits is None:
             logits = self.model.compute_logits(pick_rows(output.hidden, picked))
@@ -96,17 +100,18 @@ class Worker:
         drafts = self._draft(plan, offsets, accepted, output)
         if self.script is not None:
             self.script.end()
-        rows = tuple(
+        results = [
             _result(row, accepted.get(row.number), prompts.get(row.number, ()), drafts)
             for row in plan.rows
-        )
-        return StepResult(step=plan.step, rows=rows)
+        ]
+        return StepResult(plan.step, tuple(results))
 
     def end(self, number: int) -> None:
         """Forgets a sequence that is over or preempted, once. Whoever knows of an end calls it at
         once, so that what a drafter writes is there; the plan that releases it may be far off."""
         if self._sequences.pop(number, None) is None:
             return
+        self._asking.discard(number)
         self.verifier.forget(number)
         if self.speculator is not None:
             self.speculator.forget(number, self._step)
@@ -121,8 +126,10 @@ class Worker:
         for number in plan.released:
             self.end(number)
         for admission in plan.admitted:
-            state = SequenceState(admission.request, list(admission.token_ids))
-            self._sequences[admission.request.number] = state
+            request = admission.request
+            self._sequences[request.number] = SequenceState(request, list(admission.token_ids))
+            if request.params.prompt_logprobs is not None:
+                self._asking.add(request.number)
         if self._knows_all:
             for row in plan.rows:
                 self._sequences[row.number].extend(row)
@@ -219,9 +226,9 @@ def _result(
     if accepted.error is not None:
         return RowResult(number=row.number, tokens=(), error=accepted.error)
     return RowResult(
-        number=row.number,
-        tokens=tuple(token.token_id for token in accepted.tokens),
-        logprobs=tuple(token.logprobs for token in accepted.tokens if token.logprobs is not None),
-        prompt_logprobs=prompt,
-        drafts=drafts.get(row.number, ()),
+        row.number,
+        tuple([token.token_id for token in accepted.tokens]),
+        tuple([token.logprobs for token in accepted.tokens if token.logprobs is not None]),
+        prompt,
+        drafts.get(row.number, ()),
     )
