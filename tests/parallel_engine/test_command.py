@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from drumline.cli.main import main
 from parallel_engine.fleet import alive, descendants, shared_names, until
 
 TinyPath = Callable[..., Path]
@@ -45,6 +46,25 @@ def test_outputs_say_their_replica_and_the_summary_sums(
     assert summary["completion_tokens"] == 20
     assert summary["draft_length_histogram"] == {"0": summary["steps"]}
     assert summary["decode_tokens_per_second"] > 0
+
+
+def test_bench_latency_says_what_agreeing_costs(
+    tiny_path: TinyPath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where replicas share experts, and not where each goes its own way."""
+    report = tmp_path / "report.json"
+    flags = ["-dp", "2", "--batch-size", "2", "--input-len", "4", "--output-len", "6"]
+    command = ["bench", "latency", "--num-iters", "1", "--threads", "1", "--json", str(report)]
+    command += ["--model", str(tiny_path("qwen3_moe")), "--max-num-seqs", "2", *flags]
+    assert main([*command, "-ep"]) == 0
+    agreement = json.loads(report.read_text())["agreement"]
+    assert agreement["exchange_micros"] > 0
+    assert agreement["share"] == agreement["exchange_micros"] / agreement["step_micros"]
+    said = f"waiting included: {agreement['exchange_micros']:.0f} µs, {agreement['share']:.1%} of"
+    assert said in capsys.readouterr().out
+    assert main(command) == 0
+    assert "agreement" not in json.loads(report.read_text())
+    assert "exchange" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("how", ["interrupt", "term", "kill", "kill nursery"])

@@ -17,6 +17,7 @@ from typing import Any
 from drumline.config import EngineConfig
 from drumline.core.errors import ConfigError
 from drumline.core.params import SamplingParams
+from drumline.engine.fleet_core import FleetCore
 from drumline.engine.llm import LLM, Interrupt
 
 
@@ -55,6 +56,26 @@ class Measurement:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What agreeing costs where replicas take every step together. Microseconds: the median
+    exchange, waiting for the others included, and the mean step; both are the median replica's."""
+
+    exchange_micros: float
+    step_micros: float
+    share: float
+
+    @classmethod
+    def of(cls, llm: LLM) -> Agreement | None:
+        """Of the steps since the start; None where nobody has to agree."""
+        if not isinstance(llm.core, FleetCore) or not llm.core.mesh.agrees:
+            return None
+        told = llm.core.told().values()
+        exchange = statistics.median(one.exchange_micros for one in told)
+        step = statistics.median(1e6 * one.step_seconds / max(1, one.steps) for one in told)
+        return cls(exchange, step, exchange / step if step else 0.0)
 
 
 def measure(

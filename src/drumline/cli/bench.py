@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ ROOFLINE_COLUMNS = (
 PEERS = ("llama.cpp", "transformers", "openvino", "vllm")
 
 if TYPE_CHECKING:
-    from drumline.bench.latency import Measurement
+    from drumline.bench.latency import Agreement, Measurement
     from drumline.config import EngineConfig
     from drumline.engine.llm import LLM
 
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "compare" and args.peer is None:
         raise UsageError("--peer: compare needs another engine")
 
-    from drumline.bench.latency import bench_config
+    from drumline.bench.latency import Agreement, bench_config
     from drumline.engine.llm import LLM
 
     llm = LLM.from_config(bench_config(config, args.batch_size))
@@ -110,8 +111,11 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "quality":
         return _quality(llm, args)
     measurements = _latency(llm, args) if args.kind == "latency" else [_throughput(llm, args)]
+    agreement = Agreement.of(llm)
     _print(llm, measurements)
-    _write(args.json, args.kind, llm, [measurement.as_json() for measurement in measurements])
+    _print_agreement(agreement)
+    figures = [measurement.as_json() for measurement in measurements]
+    _write(args.json, args.kind, llm, figures, agreement)
     return 0
 
 
@@ -244,10 +248,18 @@ def _throughput(llm: LLM, args: argparse.Namespace) -> Measurement:
     return measure_many(llm, args.num_prompts, args.input_len, args.output_len, args.num_iters)
 
 
-def _write(path: Path | None, kind: str, llm: LLM, results: list[dict[str, Any]]) -> None:
+def _write(
+    path: Path | None,
+    kind: str,
+    llm: LLM,
+    results: list[dict[str, Any]],
+    agreement: Agreement | None = None,
+) -> None:
     if path is not None:
         startup = [list(row) for row in llm.core.facts.startup_rows]
-        content = {"kind": kind, "startup": startup, "measurements": results}
+        content: dict[str, Any] = {"kind": kind, "startup": startup, "measurements": results}
+        if agreement is not None:
+            content["agreement"] = asdict(agreement)
         path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -261,20 +273,14 @@ def _print(llm: LLM, measurements: list[Measurement]) -> None:
             f"| {m.batch_size} | {m.input_len} + {m.output_len} | {m.prefill_tokens_per_second} "
             f"| {m.decode_tokens_per_second} | {m.seconds} |"
         )
-    _print_agreement(llm)
 
 
-def _print_agreement(llm: LLM) -> None:
+def _print_agreement(agreement: Agreement | None) -> None:
     """What agreeing costs, where replicas take every step together."""
-    from drumline.engine.fleet_core import FleetCore
-
-    if isinstance(llm.core, FleetCore) and llm.core.mesh.agrees:
-        told = llm.core.told().values()
-        exchange = statistics.median(one.exchange_micros for one in told)
-        step = statistics.median(1e6 * one.step_seconds / max(1, one.steps) for one in told)
-        share = 100 * exchange / step
+    if agreement is not None:
         print(
-            f"\nexchange before a step, waiting included: {exchange:.0f} µs, {share:.1f}% of a step"
+            f"\nexchange before a step, waiting included: {agreement.exchange_micros:.0f} µs, "
+            f"{agreement.share:.1%} of a step"
         )
 
 
