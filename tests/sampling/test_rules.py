@@ -8,7 +8,6 @@ run of this file in about 900 (11 comparisons). With these seeds the outcome is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from drumline.core.random import Purpose, uniform_bits
 from drumline.sampling import draft, rules
@@ -60,7 +60,9 @@ def test_equals_the_scalar_rule(
             ids = np.flatnonzero(q)
             sparse = Distribution(ids, q[ids])
             probs = Distribution(None, q) if rng.random() < 0.5 else sparse
-        window = replace(window, drafts=(*window.drafts, token), probs=(*window.probs, probs))
+        window = structs.replace(
+            window, drafts=(*window.drafts, token), probs=(*window.probs, probs)
+        )
     known = [window.drawn_from(ahead).at_ids(np.arange(VOCAB)).tolist() for ahead in range(count)]
     tokens = TWINS[method](
         logits.tolist(), row.request, list(window.committed), list(window.drafts), known

@@ -16,11 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import Struct
+
 from drumline.core.request import FinishReason, PositionLogprobs, Request
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """One sequence's share of a step.
 
     ``tokens`` are committed ids at positions ``start``.., ``drafts`` guesses for the positions
@@ -45,16 +46,14 @@ class Row:
         return len(self.tokens) + len(self.drafts)
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(Struct, frozen=True):
     """A sequence the workers have not seen, or must see afresh: its request and committed ids."""
 
     request: Request
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftVote:
+class DraftVote(Struct, frozen=True):
     """What a replica's decoding requests say of a step's draft length; replicas without any say
     nothing. ``wish``: what a table gives, None where no table speaks. ``tokens``: tokens × 1024
     expected of a step, ``micros``: microseconds that it takes, each for draft lengths 0..K; empty
@@ -65,8 +64,7 @@ class DraftVote:
     micros: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepProposal:
+class StepProposal(Struct, frozen=True):
     """What this replica's scheduler wants to run next."""
 
     rows: tuple[Row, ...]
@@ -128,8 +126,7 @@ class StepPlan:
         return self.draft_k
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(Struct, frozen=True):
     """What became of one row.
 
     ``tokens`` were accepted, in order (none if the row does not sample). ``logprobs`` has one
@@ -145,16 +142,14 @@ class RowResult:
     error: str | None = None  # this request cannot go on; its neighbours can
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(Struct, frozen=True):
     """The results of a plan's rows, in the plan's order."""
 
     step: int
     rows: tuple[RowResult, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationStats:
+class SpeculationStats(Struct, frozen=True):
     """What drafts brought. ``drafts``: verify passes of a row with at least one draft.
     ``drafted``: drafts that were verified; ``accepted``: those that became kept tokens, in all and
     ``accepted_per_position`` of a pass, which has an entry per configured draft."""
@@ -170,8 +165,7 @@ class SpeculationStats:
         return 1.0 + self.accepted / self.drafts if self.drafts else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Struct, frozen=True):
     """What a request's owner is told after a commit: kept tokens, and the end if it came."""
 
     number: int

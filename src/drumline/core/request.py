@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from drumline.core.params import SamplingParams
 
 
@@ -68,8 +70,7 @@ class PositionLogprobs:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """How many of the newly accepted tokens are kept, and why the request ends, if it does.
 
     ``stop_reason`` is the stop string or stop token id that ended it (None for EOS)."""

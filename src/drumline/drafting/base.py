@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from msgspec import Struct
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -44,8 +45,7 @@ from drumline.sampling.draft import DraftSampler, DraftToken
 from drumline.sampling.history import SamplingRow
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRow:
+class DraftRow(Struct, frozen=True):
     """One sequence of the step as a drafter sees it.
 
     ``committed`` holds all committed ids up to and with position n - 1 (only read during a call).
@@ -81,8 +81,7 @@ class DraftRow:
         return SamplingRow(self.request, self.committed, drafts)
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
+class Proposal(Struct, frozen=True):
     """Per row of the call, in its order: at most ``k`` target token ids each.
 
     ``probs`` holds, for probabilistic drafts, the distribution each draft was drawn from
@@ -101,8 +100,7 @@ class Proposal:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(Struct, frozen=True):
     """A ledger entry: pass ``index`` of ``phase``, padded to ``size`` tokens."""
 
     phase: str

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from msgspec import structs
 
 from drumline.config import EngineConfig, Resolved
 from drumline.core.clock import SystemClock
@@ -229,7 +230,7 @@ class EngineCore:
     def _with_reason(self, delta: OutputDelta) -> OutputDelta:
         """The end of a request that went down with the engine says what broke it."""
         if delta.finish_reason is FinishReason.ERROR and delta.error is None:
-            return replace(delta, error=self._broken)
+            return structs.replace(delta, error=self._broken)
         return delta
 
     def take_deltas(self) -> list[OutputDelta]:

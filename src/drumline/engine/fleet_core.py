@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
+from msgspec import structs
 
 from drumline.config import EngineConfig, Resolved
 from drumline.core.errors import (
@@ -263,7 +264,7 @@ class FleetCore:
             self._router.produced(delta.number, len(delta.token_ids))
             if delta.finish_reason is not None:
                 self._router.ended(delta.number)
-            self._deltas.append(replace(delta, replica=replica))
+            self._deltas.append(structs.replace(delta, replica=replica))
 
     @property
     def _patience(self) -> float:

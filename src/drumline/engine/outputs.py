@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from drumline.core.plan import SpeculationStats
 from drumline.core.request import FinishReason, PositionLogprobs
 from drumline.engine.intake import Submission
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
+class OutputDelta(Struct, frozen=True):
     """What one step added to one sample: the engine's unit of emission.
 
     ``text`` may lag behind ``token_ids``: a character whose bytes are not complete, or text that

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from drumline.core.clock import Clock
 from drumline.core.errors import EngineError, Refused, RequestError
 from drumline.core.plan import Event, StepPlan, StepResult
@@ -44,8 +46,7 @@ class Emitter(Protocol):
     def emit(self, events: Sequence[Event]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(Struct, frozen=True):
     """One executed step in numbers."""
 
     step: int

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from drumline.sampling.match import Ask, Matcher
 from drumline.sampling.rules import Standing, block, standard
@@ -39,8 +39,7 @@ class AcceptMethod(enum.StrEnum):
     BLOCK = "block"
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(Struct, frozen=True):
     """What a window yields: its first ``draft_count`` tokens are drafts that stand, and one more
     follows, unless the window was cut short. With an error there is no token: the request cannot
     go on, its neighbours can."""

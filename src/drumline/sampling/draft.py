@@ -17,10 +17,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
 from drumline.core.errors import UsageError
@@ -43,8 +43,7 @@ class DraftMethod(enum.StrEnum):
     PROBABILISTIC = "probabilistic"
 
 
-@dataclass(frozen=True, slots=True)
-class DraftToken:
+class DraftToken(Struct, frozen=True):
     """One draft, as a target token id. ``probs`` is the distribution over target ids that it was
     drawn from; None for a deterministic draft (and for coupled ones, which only match takes)."""
 

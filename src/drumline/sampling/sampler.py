@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from drumline.core.request import PositionLogprobs
@@ -34,8 +35,7 @@ class LogprobsMode(enum.StrEnum):
     PROCESSED = "processed_logprobs"  # after bans, penalties, temperature and truncation
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(Struct, frozen=True):
     """A row's token; log-probabilities if its request asked for them."""
 
     token_id: int

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from drumline.core.errors import EngineError
@@ -23,8 +24,7 @@ from drumline.sampling.sampler import Sampler, Target
 Logits = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(Struct, frozen=True):
     """One sequence's drafts and what they follow. ``committed`` is only read during a call.
 
     ``probs`` says what each draft was drawn from, None for one that was not drawn; empty: none

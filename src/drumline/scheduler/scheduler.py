@@ -17,7 +17,8 @@ Knows neither tensors nor text nor time; the cache is block ids, a model is what
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import replace
+
+from msgspec import structs
 
 from drumline.core.errors import Refused
 from drumline.core.plan import (
@@ -376,7 +377,7 @@ class Scheduler:
         event = sequence.event(verdict, kept, logprobs, prompt_logprobs)
         speculates = self.settings.num_speculative_tokens > 0
         speculation = sequence.speculation.stats() if speculates else None
-        self._events.append(replace(event, error=error, speculation=speculation))
+        self._events.append(structs.replace(event, error=error, speculation=speculation))
         self.draft_length.forget(sequence.number)
         del self._sequences[sequence.number]
         if not discard(self._running, sequence):

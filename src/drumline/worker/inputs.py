@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from drumline.core.plan import Row
@@ -19,8 +19,7 @@ from drumline.ops.indices import index_tensor
 Columns = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class PassInputs:
+class PassInputs(Struct, frozen=True):
     """``ids`` [tokens] int64, and where those tokens sit. ``offsets``: where each row begins in the
     flat batch. ``picked``: tokens whose logits are wanted: of each row that samples, its last
     committed token and its drafts; ascending."""

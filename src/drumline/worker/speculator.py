@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
+
+from msgspec import Struct
 
 from drumline.core.errors import EngineError
 from drumline.core.plan import Row, StepPlan
@@ -33,8 +35,7 @@ Probs = tuple[Distribution | None, ...]
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """What became of a plan's row: how many of its drafts stand, and all tokens committed now.
 
     ``fresh``: the first row since the sequence was admitted."""
