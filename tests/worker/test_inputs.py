@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from drumline.core.plan import Row
-from drumline.worker.inputs import InputMemory, PassInputs, build_inputs
+from drumline.ops.indices import IndexMemory
+from drumline.worker.inputs import PassInputs, build_inputs
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -55,7 +56,7 @@ def test_a_row_and_its_drafts_by_hand() -> None:
 @pytest.mark.parametrize("size_max", [0, 8, 512])
 def test_memory_that_is_used_again_holds_the_same(size_max: int) -> None:
     rng = random.Random(3)
-    memory = InputMemory(CPU, size_max)
+    memory = IndexMemory(CPU, size_max)
     for count in (1, 3, 1, 2, 0, 5, 3, 1):
         rows = make_rows(rng, count)
         size = sum(row.width for row in rows) + rng.randrange(3)
@@ -64,7 +65,7 @@ def test_memory_that_is_used_again_holds_the_same(size_max: int) -> None:
 
 
 def test_a_size_that_came_makes_no_tensors() -> None:
-    memory = InputMemory(CPU)
+    memory = IndexMemory(CPU)
     first = memory.columns([1, 2], [3, 4], [5, 6])
     memory.columns([1], [2], [3])
     again = memory.columns([7, 8], [9, 10], [11, 12])

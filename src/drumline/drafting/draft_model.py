@@ -32,7 +32,7 @@ from drumline.models.config import ArchitectureConfig
 from drumline.models.fetch import resolve_model
 from drumline.models.registry import model_module
 from drumline.ops.base import PagedBatch
-from drumline.ops.indices import index_tensor
+from drumline.ops.indices import IndexMemory, pick_rows
 
 
 class Speech:
@@ -76,6 +76,7 @@ class DraftModelDrafter:
         self.ledger = context.ledger
         self.positions_max = positions
         self.padded = not context.speculative.disable_padded_drafter_batch
+        self._memory = IndexMemory(self.ops.device)
         self.sampler = context.make_draft_sampler(token_table=speech.table)
         spec = model.kv_spec
         self.cache = context.ops.allocate_kv(
@@ -150,17 +151,15 @@ class DraftModelDrafter:
         """Issues the pass and computes it, with at least one token; ``[tokens, hidden]``."""
         self.ledger.issue(live)
         inputs.mask(self.ledger.padding(len(inputs.ids)))
-        batch: PagedBatch = self.ops.prepare(inputs.batch(self.ops.device), self.cache.block_size)
-        return self.model.forward(self._index(inputs.ids), batch, self.cache).hidden
+        ids, batch = inputs.laid_out(self._memory)
+        ready: PagedBatch = self.ops.prepare(batch, self.cache.block_size)
+        return self.model.forward(ids, ready, self.cache).hidden
 
     def _draw(self, lanes: Sequence[Lane], hidden: Tensor, index: int) -> None:
         wanting = [lane for lane in lanes if lane.wants(index)]
         if wanting:
-            last = hidden.index_select(0, self._index([lane.at for lane in wanting]))
+            last = pick_rows(hidden, [lane.at for lane in wanting])
             draw(self.sampler, wanting, self.speech.said(self.model.compute_logits(last)))
-
-    def _index(self, values: Sequence[int]) -> Tensor:
-        return index_tensor(values, self.ops.device)
 
 
 # ---------------------------------------------------------------- loading

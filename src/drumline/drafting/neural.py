@@ -28,12 +28,13 @@ from drumline.core.errors import ConfigError
 from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import DrafterContext, DraftRow, PassLedger, Proposal
 from drumline.drafting.passes import Lane, PassInputs, draw, proposal
+from drumline.models.checkpoint import Checkpoint
 from drumline.models.config import ArchitectureConfig
-from drumline.models.layers import KVSpec, ModelOutput
+from drumline.models.layers import EMBEDDING, HEAD, KVSpec, ModelOutput
 from drumline.models.quantize import QuantizedTensors
 from drumline.models.registry import model_module
 from drumline.ops.base import KVCache, LayerWeights, Ops, PagedBatch
-from drumline.ops.indices import index_tensor, pick_rows
+from drumline.ops.indices import IndexMemory, pick_rows
 from drumline.ops.weights import WeightTensor
 from drumline.sampling.draft import DraftSampler
 
@@ -94,6 +95,7 @@ class TapDrafter:
             catch_up=1,
             positions_max=positions,
         )
+        self._memory = IndexMemory(self.ops.device)
         self._carried: dict[int, Tensor] = {}  # number → hidden row of the entry without a slot
         self._filled: dict[int, int] = {}  # number → slots below this hold entries or are carried
 
@@ -159,8 +161,14 @@ class TapDrafter:
             inputs.close(row.block_ids)
             self._filled[row.number] = row.length
         live = len(inputs.ids)
-        if self.padded:
-            inputs.mask(sum(max(0, lane.row.width - lane.row.count) for lane in lanes))
+        if self.padded:  # what was rejected, with the hidden states that it had
+            rejected = [
+                lane.row.offset + at
+                for lane in lanes
+                for at in range(lane.row.count, lane.row.width)
+            ]
+            inputs.mask(len(rejected))
+            sources += rejected
         hidden = self._gather(output, sources, carried, carry)
         return self._run(inputs, hidden, live)
 
@@ -171,18 +179,18 @@ class TapDrafter:
         carried: Sequence[Tensor],
         carry: Sequence[tuple[int, int]],
     ) -> Tensor:
-        """Hidden rows of the live entries ``[live, hidden]``; notes those that must wait."""
-        device = self.ops.device
-        picked = [source for source in sources if source >= 0]
+        """Hidden rows of the entries ``[sources, hidden]``; notes those that must wait."""
+        picked = [source for source in sources if source >= 0] if carried else list(sources)
         wanted = picked + [source for _, source in carry]
-        fused = torch.zeros((0, self.network.hidden_size), device=device)
-        if wanted:
+        if not wanted:
+            fused = torch.zeros((0, self.network.hidden_size), device=self.ops.device)
+        else:
             assert output is not None, "rows without the target's hidden states"
             fused = self.network.read(output, wanted)
         for index, (number, _) in enumerate(carry):
             self._carried[number] = fused[len(picked) + index].clone()
         if not carried:
-            return fused[: len(picked)]
+            return fused[: len(picked)] if carry else fused
         rows = iter(range(len(picked)))
         table = torch.cat((fused, torch.stack(list(carried))))
         order = [next(rows) if s >= 0 else len(wanted) - s - 1 for s in sources]
@@ -200,23 +208,24 @@ class TapDrafter:
             lane.at = inputs.add(lane.drafts[-1].token_id, slot, lane.row.block_ids)
             inputs.close(lane.row.block_ids)
         live = len(inputs.ids)
-        if self.padded:
-            inputs.mask(sum(lane.row.samples for lane in lanes) - live)
+        if self.padded and live:
+            masked = sum(lane.row.samples for lane in lanes) - live
+            inputs.mask(masked)
+            picked += picked[:1] * masked
         hidden = self.network.feed_back(pick_rows(x, picked))
         return self._run(inputs, hidden, live)
 
     def _run(self, inputs: PassInputs, hidden: Tensor, live: int) -> Tensor:
         """Issues the pass and computes it, with at least one token."""
         self.ledger.issue(live)
-        inputs.mask(self.ledger.padding(len(inputs.ids)))
-        tokens = len(inputs.ids)
-        if tokens > live:
-            hidden = torch.cat((hidden, hidden.new_zeros((tokens - live, hidden.shape[1]))))
-        batch = replace(inputs.batch(self.ops.device), first_key=FIRST_KEY)
+        laid_out = len(inputs.ids)
+        missing = self.ledger.padding(laid_out)
+        if missing:
+            inputs.mask(missing)
+            hidden = torch.cat((hidden, hidden.new_zeros((missing, hidden.shape[1]))))
+        ids, batch = inputs.laid_out(self._memory, FIRST_KEY)
         batch = self.ops.prepare(batch, self.cache.block_size)
-        return self.network.forward(
-            index_tensor(inputs.ids, self.ops.device), hidden, batch, self.cache
-        )
+        return self.network.forward(ids, hidden, batch, self.cache)
 
     def _draw(self, lanes: Sequence[Lane], x: Tensor, index: int) -> None:
         """The drafts of pass ``index``, of rows that want one."""
@@ -243,6 +252,14 @@ def lean(weights: Mapping[str, WeightTensor], ops: Ops) -> Mapping[str, WeightTe
         return QuantizedTensors(weights, "Q8_0")
     except ConfigError:  # they are in blocks already, or no row is of whole blocks
         return weights
+
+
+def head_rows(checkpoint: Checkpoint, table: tuple[int, ...]) -> WeightTensor:
+    """The rows of the target's head that ``table`` names, as the checkpoint stores them."""
+    tensors = checkpoint.tensors
+    head = tensors[EMBEDDING if checkpoint.config.tie_word_embeddings else HEAD]
+    rows = head.data.index_select(0, torch.tensor(table))
+    return WeightTensor(head.name, (len(table), head.shape[1]), head.kind, rows)
 
 
 def with_entry(layers: Sequence[LayerWeights]) -> list[LayerWeights]:

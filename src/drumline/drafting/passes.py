@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drumline.drafting.base import DraftRow, Proposal
 from drumline.ops.base import PagedBatch
-from drumline.ops.indices import index_tensor
+from drumline.ops.indices import IndexMemory, index_tensor
 from drumline.sampling.draft import DraftSampler, DraftToken
 
 
@@ -60,12 +60,14 @@ class PassInputs:
 
     def batch(self, device: torch.device) -> PagedBatch:
         """Where the tokens sit; its positions are how far they see."""
-        return PagedBatch(
-            positions=index_tensor(self.reach, device),
-            slots=index_tensor(self.slots, device),
-            query_start=tuple(self.query_start),
-            block_tables=tuple(self.tables),
-        )
+        reach, slots = index_tensor(self.reach, device), index_tensor(self.slots, device)
+        return PagedBatch(reach, slots, tuple(self.query_start), tuple(self.tables))
+
+    def laid_out(self, memory: IndexMemory, first_key: int = 0) -> tuple[Tensor, PagedBatch]:
+        """Ids and batch in memory that the next pass will use again."""
+        ids, reach, slots = memory.columns(self.ids, self.reach, self.slots)
+        starts, tables = tuple(self.query_start), tuple(self.tables)
+        return ids, PagedBatch(reach, slots, starts, tables, first_key)
 
 
 @dataclass(slots=True)

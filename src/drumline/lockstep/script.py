@@ -27,11 +27,15 @@ def pass_sizes(
     traits: DrafterTraits, rows: Iterable[tuple[int, bool]], draft_k: int
 ) -> tuple[int, ...]:
     """Tokens per draft pass, one entry for each of ``traits.passes(draft_k)``."""
+    count = traits.passes(draft_k)
+    if not count:
+        return ()
     shapes = tuple(rows)
-    return tuple(
-        sum(traits.pass_bound(index, width, samples, draft_k) for width, samples in shapes)
-        for index in range(traits.passes(draft_k))
+    first, later = (
+        sum([traits.pass_bound(index, width, samples, draft_k) for width, samples in shapes])
+        for index in (0, 1)  # passes after the first have one bound
     )
+    return (first, *(later,) * (count - 1))
 
 
 def first_pass_bounds(

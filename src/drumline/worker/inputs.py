@@ -1,11 +1,10 @@
 """From a plan's rows to the tensors of one target pass. Knows no model and no sampling.
 
-A worker that lays out pass after pass hands in an `InputMemory`, and then makes no tensors for it.
+A worker that lays out pass after pass hands in an `IndexMemory`, and then makes no tensors for it.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -14,9 +13,7 @@ from torch import Tensor
 
 from drumline.core.plan import Row
 from drumline.ops.base import PagedBatch
-from drumline.ops.indices import index_tensor
-
-Columns = tuple[Tensor, Tensor, Tensor]
+from drumline.ops.indices import Columns, IndexMemory, index_columns
 
 
 class PassInputs(Struct, frozen=True):
@@ -30,48 +27,12 @@ class PassInputs(Struct, frozen=True):
     picked: list[int]
 
 
-class InputMemory:
-    """Room for ids, positions and slots of a pass, and tensors over it for every size that came.
-
-    What it gives is valid until it is asked again. Passes of more than ``size_max`` tokens, and of
-    other devices, get memory of their own."""
-
-    def __init__(self, device: torch.device, size_max: int = 512) -> None:
-        self._device = device
-        self._size_max = size_max if device.type == "cpu" else 0
-        self._numbers = array("q", [0] * max(1, 3 * self._size_max))
-        self._whole = torch.frombuffer(self._numbers, dtype=torch.int64)
-        self._views: dict[int, Columns] = {}
-
-    def columns(self, ids: list[int], positions: list[int], slots: list[int]) -> Columns:
-        """Three tensors ``[tokens]`` int64."""
-        size = len(ids)
-        if not 0 < size <= self._size_max:
-            return _columns(self._device, ids, positions, slots)
-        found = self._views.get(size)
-        if found is None:
-            first, second, third = self._whole[: 3 * size].view(3, size)
-            found = self._views[size] = (first, second, third)
-        self._numbers[: 3 * size] = array("q", ids + positions + slots)
-        return found
-
-
-def _columns(
-    device: torch.device, ids: list[int], positions: list[int], slots: list[int]
-) -> Columns:
-    return (
-        index_tensor(ids, device),
-        index_tensor(positions, device),
-        index_tensor(slots, device),
-    )
-
-
 def build_inputs(
     rows: Sequence[Row],
     block_size: int,
     device: torch.device,
     size: int = 0,
-    memory: InputMemory | None = None,
+    memory: IndexMemory | None = None,
 ) -> PassInputs:
     """Lays rows end to end, token-major: committed tokens, then drafts, row after row. Then, up to
     ``size`` tokens, padding: each alone at position 0 of block 0, writing nothing."""
@@ -103,7 +64,7 @@ def build_inputs(
         slots += [-1] * padding
     assert not size or len(ids) == size, f"{len(ids)} tokens in a pass of {size}"
     if memory is None:
-        columns = _columns(device, ids, positions, slots)
+        columns: Columns = index_columns(device, ids, positions, slots)
     else:
         columns = memory.columns(ids, positions, slots)
     tables = tuple([row.block_ids for row in rows])

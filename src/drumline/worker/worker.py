@@ -18,10 +18,10 @@ from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import TargetModel
 from drumline.models.layers import ModelOutput
 from drumline.ops.base import KVCache, Ops
-from drumline.ops.indices import pick_rows
+from drumline.ops.indices import IndexMemory, pick_rows
 from drumline.sampling.accept import Accepted, Verifier
 from drumline.sampling.window import Window
-from drumline.worker.inputs import InputMemory, build_inputs
+from drumline.worker.inputs import build_inputs
 from drumline.worker.script import StepScript
 from drumline.worker.speculator import Outcome, Speculator
 
@@ -67,7 +67,7 @@ class Worker:
         self.sampler = verifier.sampler
         self.speculator = speculator
         self.script = script
-        self._memory = InputMemory(ops.device)
+        self._memory = IndexMemory(ops.device)
         self._sequences: dict[int, SequenceState] = {}
         self._asking: set[int] = set()  # sequences that want their prompt's log-probabilities
         self._step = 0
