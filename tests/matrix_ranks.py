@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from drumline.drafting.mtp import HEADS, SHIPPED
+from drumline.drafting.shipped import HEADS
 from drumline.models import tiny_drafts
 from drumline.models.checkpoint import open_checkpoint
 from drumline.models.fetch import fetch_smollm2
@@ -89,7 +89,7 @@ def write_smollm2(path: Path) -> Path:
     """SmolLM2 as a mixture, with every drafter of it; all networks but dflash have experts."""
     dense = fetch_smollm2()
     model = upcycle(dense, 8, path)
-    upcycle_mtp(HEADS / SHIPPED[0].folder, 8, model / "mtp")
+    upcycle_mtp(HEADS / "smollm2-mtp", 8, model / "mtp")
     tiny_drafts.write_eagle3(
         model, model / "eagle3", 0, layer="qwen3_moe", draft_vocab=2048, embedding=False
     )

@@ -204,7 +204,7 @@ TABLE = [[1, 2, 2]]
         ("revision", {"revision": "main"}),
         ("draft_tensor_parallel_size", {"draft_tensor_parallel_size": 1}),
         ("draft_tensor_parallel_size", {"method": "mtp", "draft_tensor_parallel_size": 0}),
-        ("model", {"method": "eagle3"}),
+        ("model", {"method": "eagle"}),
         ("model", {"method": "draft_model"}),
         ("model", {"method": "custom_class"}),
         ("max_model_len", {"max_model_len": 0}),

@@ -173,7 +173,12 @@ class GoldenEagle3(Golden):
         return self.norm(x, self.weights["norm.weight"]) if self.config["norm_output"] else x
 
     def logits(self, x: Tensor) -> Tensor:
-        return linear(self.norm(x, self.weights["norm.weight"]), self.weights["lm_head.weight"])
+        if self.config["verifier_head"]:
+            head = self.verifier["lm_head.weight"]
+            head = head[self.maps["t2d"]] if self.maps else head
+        else:
+            head = self.weights["lm_head.weight"]
+        return linear(self.norm(x, self.weights["norm.weight"]), head)
 
 
 class GoldenEagle(Golden):

@@ -6,7 +6,8 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from drumline.drafting.eagle import read as read_eagle
 from drumline.drafting.eagle3 import Eagle3Draft
 from drumline.drafting.eagle3 import read as read_eagle3
 from drumline.drafting.registry import drafter_module
-from drumline.models.checkpoint import open_checkpoint
+from drumline.models.checkpoint import Checkpoint, open_checkpoint
 from drumline.models.config import ArchitectureConfig
 from drumline.models.tiny_drafts import write_eagle, write_eagle3
 
@@ -58,7 +59,12 @@ def retensor(folder: Path, drop: str = "", **more: torch.Tensor) -> Path:
 
 
 def read(folder: Path, config: ArchitectureConfig) -> Eagle3Draft:
-    return read_eagle3(settings("eagle3", folder), config)
+    return read_eagle3(settings("eagle3", folder), of(config))
+
+
+def of(config: ArchitectureConfig) -> Checkpoint:
+    """As much of a checkpoint as reading a draft looks at."""
+    return cast(Checkpoint, SimpleNamespace(config=config, path=Path("some-target")))
 
 
 # ---------------------------------------------------------------- meanings
@@ -176,10 +182,11 @@ def test_flags_that_are_off_are_no_strangers(folder: Path, config: ArchitectureC
 
 
 def test_no_folder_is_named_by_what_needs_it(config: ArchitectureConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model=None: eagle3 needs the folder or hub name"):
-        read_eagle3(settings("eagle3", None), config)
+    wanted = "no eagle3 head is shipped for some-target.*needs the folder of a trained one"
+    with pytest.raises(ConfigError, match=wanted):
+        read_eagle3(settings("eagle3", None), of(config))
     with pytest.raises(CheckpointError, match="no such file"):
-        read_eagle3(settings("eagle3", tmp_path / "nowhere"), config)
+        read_eagle3(settings("eagle3", tmp_path / "nowhere"), of(config))
 
 
 # ---------------------------------------------------------------- tensors
@@ -222,6 +229,19 @@ def test_an_embedding_may_be_borrowed_only_if_it_fits(
     read(write_eagle3(target, tmp_path / "own", 5, embedding=False), config)
     narrow = write_eagle3(target, tmp_path / "narrow", 5, embedding=False, hidden=24)
     with pytest.raises(CheckpointError, match=r"missing tensor embed_tokens\.weight"):
+        read(narrow, config)
+
+
+def test_a_head_is_the_targets_only_if_the_config_says_so_and_it_fits(
+    target: Path, config: ArchitectureConfig, tmp_path: Path
+) -> None:
+    shared = write_eagle3(target, tmp_path / "shared", 5, draft_vocab=40, verifier_head=True)
+    assert read(shared, config).weight_bytes > 4 * 40 * 32
+    retensor(shared, **{"lm_head.weight": torch.zeros(40, 32)})
+    with pytest.raises(CheckpointError, match=r"unexpected tensor lm_head\.weight"):
+        read(shared, config)
+    narrow = write_eagle3(target, tmp_path / "narrow", 5, hidden=24, verifier_head=True)
+    with pytest.raises(CheckpointError, match="verifier_head.*needs the target's hidden size"):
         read(narrow, config)
 
 

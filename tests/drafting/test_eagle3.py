@@ -26,6 +26,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     "all": {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     "reduced": {"draft_vocab": 40},
     "borrowed": {"embedding": False},
+    "verifier_head": {"verifier_head": True},
+    "verifier_head_reduced": {"verifier_head": True, "draft_vocab": 40},
     "original": {"original": True},
     "original_all": {"original": True, "draft_vocab": 50, "norm_before_residual": True},
     "narrow": {"hidden": 24, "taps": (1, 4)},

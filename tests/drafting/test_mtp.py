@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from drafting.golden import GoldenMtp, GoldenOwnMtp
 from drafting.golden_world import Piece, World, build, random_tokens, settings
 from drumline.core.errors import CheckpointError, ConfigError
-from drumline.drafting import mtp as mtp_module
-from drumline.drafting.mtp import facts, head_rows, read, shipped_head
+from drumline.drafting.mtp import facts, read
+from drumline.drafting.neural import head_rows
 from drumline.models.checkpoint import open_checkpoint
 from drumline.models.layers import EMBEDDING
 from drumline.models.tiny import write_tiny
@@ -160,34 +160,10 @@ def test_facts_say_what_the_cache_must_hold(target: Path, tmp_path: Path) -> Non
 
 
 def test_without_any_module_the_error_says_what_is_needed(target: Path) -> None:
-    with pytest.raises(ConfigError, match="no next-token module of its own and none is shipped"):
+    with pytest.raises(
+        ConfigError, match="no mtp head is shipped for .*, and its checkpoint has none of its own"
+    ):
         read(settings("mtp", None), open_checkpoint(target))
-
-
-def test_the_shipped_head_is_found_by_name_and_shape(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = open_checkpoint(target).config
-    head = mtp_module.ShippedHead("tiny-mtp", target.name.lower(), 48, 2, 128)
-    monkeypatch.setattr(mtp_module, "SHIPPED", (head,))
-    monkeypatch.setattr(mtp_module, "HEADS", tmp_path)
-    assert shipped_head(config, str(target)) is None, "nothing is there yet"
-    write_mtp(target, tmp_path / "tiny-mtp", 5, draft_vocab=50)
-    assert shipped_head(config, str(target)) == tmp_path / "tiny-mtp"
-    assert shipped_head(config, "another-model") is None
-    monkeypatch.setattr(
-        mtp_module, "SHIPPED", (mtp_module.ShippedHead("tiny-mtp", head.name, 64, 2, 128),)
-    )
-    assert shipped_head(config, str(target)) is None
-    monkeypatch.setattr(mtp_module, "SHIPPED", (head,))
-    found = read(settings("mtp", None), open_checkpoint(target))
-    assert found.table is not None
-
-
-def test_smollm2_is_known() -> None:
-    (head,) = mtp_module.SHIPPED
-    assert head.name in "SmolLM2-135M-Instruct.Q4_1.gguf".lower()
-    assert head.name in "/models/HuggingFaceTB/SmolLM2-135M-Instruct".lower()
 
 
 # ---------------------------------------------------------------- refusals

@@ -10,7 +10,7 @@ import pytest
 
 from drafting.world import Signature, signature
 from drumline.core.params import SamplingParams
-from drumline.drafting.mtp import HEADS, shipped_head
+from drumline.drafting.shipped import HEADS, shipped_head
 from drumline.engine.llm import LLM
 from drumline.models.checkpoint import open_checkpoint
 
@@ -47,7 +47,7 @@ def alone(smollm2_path: Path) -> list[Signature]:
 
 
 def test_what_ships_for_the_model_is_among_the_methods(smollm2_path: Path) -> None:
-    head = shipped_head(open_checkpoint(smollm2_path).config, str(smollm2_path))
+    head = shipped_head("mtp", open_checkpoint(smollm2_path).config, str(smollm2_path))
     assert (head is not None) == ("mtp" in METHODS)
 
 

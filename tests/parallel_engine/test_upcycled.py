@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from drumline.core.params import SamplingParams
-from drumline.drafting.mtp import HEADS, SHIPPED
+from drumline.drafting.shipped import HEADS
 from drumline.engine.llm import LLM
 from drumline.models.upcycle import upcycle, upcycle_mtp
 
@@ -22,7 +22,7 @@ def test_upcycled_smollm2_says_the_same_over_two_replicas(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
     folder = upcycle(smollm2_path, 4, tmp_path / "mixture")
-    head = upcycle_mtp(HEADS / SHIPPED[0].folder, 4, tmp_path / "mtp")
+    head = upcycle_mtp(HEADS / "smollm2-mtp", 4, tmp_path / "mtp")
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)
     settings: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "threads": 1}
     with LLM(model=str(folder), **settings) as llm:

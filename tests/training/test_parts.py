@@ -15,8 +15,8 @@ from torch import Tensor
 
 from drumline.cli.main import main
 from drumline.core.errors import ConfigError, UsageError
-from drumline.training.chain import Batch, Verifier, batches, chain_loss, run_chain
 from drumline.training import questions
+from drumline.training.chain import Batch, Verifier, batches, chain_loss, run_chain
 from drumline.training.conversations import (
     Recipe,
     make_conversations,

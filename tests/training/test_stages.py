@@ -11,16 +11,20 @@ from random import Random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from drumline.core.errors import CheckpointError
 from drumline.engine.llm import LLM
 from drumline.training import pipeline
+from drumline.training.block import Memory
 from drumline.training.chain import Verifier
 from drumline.training.conversations import Recipe, read_piece
-from drumline.training.copying import graft_copies, read_entries
+from drumline.training.copying import Copying
+from drumline.training.evaluate import hits
 from drumline.training.features import Example, read_features, split_held_out
-from drumline.training.mtp_module import MTPHead
+from drumline.training.optimize import Settings, Trainer
 from drumline.training.pipeline import Plan, build_head, taps_of, train
 from drumline.training.progress import Progress
 from drumline.training.target import Target, load_target
@@ -122,40 +126,55 @@ def test_a_head_of_another_form_is_no_start(
     assert json.loads((plan.parts / "run.json").read_text())["start"] is None
 
 
-def test_the_grafted_heads_find_what_followed(tiny_path: Callable[..., Path]) -> None:
-    """Text said twice, hidden states that tell their token: the second time, the best match is
-    the entry after the same token's, and what is read there is that entry's token."""
+@given(
+    ids=st.lists(st.integers(5, 8), min_size=4, max_size=24),
+    pad=st.integers(0, 3),
+    step=st.integers(0, 2),
+)
+def test_followers_say_what_is_drafted_after_the_same_token(
+    ids: list[int], pad: int, step: int
+) -> None:
+    """Against the words of the module: entry e carries token e + 1 and follows token e."""
+    row = torch.tensor([ids + [0] * pad])
+    starts = torch.arange(len(ids) - 2 - step if len(ids) > 2 + step else 0)[None]
+    memory = Memory(starts, torch.ones_like(starts, dtype=torch.bool))
+    found = Copying(row).followers(step, memory)
+    for chain in range(starts.shape[1]):
+        newest, wanted = ids[chain + 1 + step], ids[chain + 2 + step]
+        expected = [e for e in range(chain + 1) if (ids[e], ids[e + 1]) == (newest, wanted)]
+        assert torch.nonzero(found[0, chain]).squeeze(1).tolist() == expected
+
+
+def test_copying_is_learned_from_being_told_where_to_look(tiny_path: Callable[..., Path]) -> None:
+    """Words said twice, in orders that mean nothing: only a head that looks back can go on."""
     target = load_target(tiny_path("llama", 5, vocab=96, hidden=128, layers=4), "tiny")
     draw = Random(3)
-    states = torch.randn(96, 128, generator=torch.Generator().manual_seed(3))
+    states = {
+        tap: torch.randn(96, 128, generator=torch.Generator().manual_seed(tap))
+        for tap in taps_of("eagle3", 4)
+    }
     examples = []
-    for _ in range(100):
-        once = draw.sample(range(5, 96), 30)
+    for _ in range(220):
+        once = draw.sample(range(5, 96), 12)
         ids = torch.tensor(once + once)
-        examples.append(Example(ids, 30, ids, {4: states[ids]}))
+        taps = {tap: rows[ids] for tap, rows in states.items()}
+        # The target is certain of what comes: its last state is that token's row of its head.
+        taps[4] = 40 * torch.nn.functional.normalize(target.head[ids.roll(-1)], dim=1)
+        examples.append(Example(ids, 12, ids, taps))
     vocabulary = full_vocabulary(96)
     verifier = Verifier.of(target, vocabulary)
-    head = build_head("mtp", target, vocabulary, 4)
-    assert isinstance(head, MTPHead)
-    head.start_from(target, verifier.rows)
-    graft_copies(head, verifier, vocabulary, examples[10:])
-    width = head.self_attn.head_dim
-    found = told = 0
-    for one in examples[:10]:
-        read = read_entries(head, verifier.embedding, [one])
-        entries = torch.cat((read.first, read.second[-1:]))
-        scores = (
-            head.self_attn.q_proj(entries)[:, :width]
-            @ head.self_attn.k_proj(entries)[:, :width].t()
-        )
-        for index in range(30, 58):
-            found += int(scores[index, :30].argmax()) == index - 29
-        values = torch.zeros(len(entries), head.self_attn.heads * width)
-        values[:, :width] = head.self_attn.v_proj(entries)[:, :width]
-        said = head.self_attn.o_proj(values) * head.final_layernorm.weight @ verifier.rows.t()
-        told += int((said.argmax(1) == one.ids[1:]).sum())
-    assert found / 280 > 0.5
-    assert told / 590 > 0.5
+    right = {}
+    for weight in (0.0, 1.0):
+        head = build_head("eagle3", target, vocabulary, 4, share_head=True)
+        head.start_from(target, verifier.rows)
+        settings = Settings(1, 3, 0.03, 192, (1.0,), copy_weight=weight)
+        trainer = Trainer(head, head, verifier, examples[20:], settings)
+        while not trainer.done:
+            trainer.advance()
+        found = hits(head, verifier, vocabulary, examples[:20], 1, 192)
+        right[weight] = sum(int(one[12:, 0].sum()) for one in found) / (20 * 10)
+    assert right[1.0] > 0.8
+    assert right[1.0] > right[0.0] + 0.3
 
 
 def example(ids: list[int], answer: int) -> Example:

@@ -30,10 +30,10 @@ MAX_TOKENS = 128
 ROUNDS = 3
 EXIT_DIFFERENT = 1
 EXIT_INTERRUPTED = 130
-# What is tried where no --speculative-config is given: the head that ships with the package for
-# this model, behind a lookup, and for a model without one the drafter that needs none.
+# What is tried where no --speculative-config is given: the best head that ships with the package
+# for this model, behind a lookup, and for a model without one the drafter that needs none.
 HEAD = """{
-    "method": "mtp", "num_speculative_tokens": 3, "draft_length": "adaptive",
+    "method": "METHOD", "num_speculative_tokens": 3, "draft_length": "adaptive",
     "prompt_lookup_min": 2, "prompt_lookup_max": 4
 }"""
 LOOKUP = """{
@@ -101,16 +101,17 @@ def report(plain: list[Answer], told: list[Answer]) -> int:
 def with_drafter(config: EngineConfig) -> EngineConfig:
     """The configuration with a drafter: the one that was asked for, or the best that is here."""
     from drumline.config import EngineConfig
-    from drumline.drafting.mtp import shipped_head
+    from drumline.drafting.shipped import best_method
     from drumline.models.checkpoint import open_checkpoint
     from drumline.models.fetch import resolve_model
 
     if config.speculation is not None:
         return config
     path = resolve_model(config.model.model, config.model.revision)
-    head = shipped_head(open_checkpoint(path).config, str(path))
+    method = best_method(open_checkpoint(path).config, str(path))
+    drafter = LOOKUP if method is None else HEAD.replace("METHOD", method)
     asked = {name: config.get(name) for name in config.sources}
-    return EngineConfig.from_kwargs(**asked, speculative_config=HEAD if head else LOOKUP)
+    return EngineConfig.from_kwargs(**asked, speculative_config=drafter)
 
 
 def load(config: EngineConfig) -> LLM:

@@ -30,6 +30,7 @@ COUNTS = (
     "threads",
     "draft_steps",
     "later_every",
+    "intermediate_size",
 )
 STEP_DECAY = 0.7  # weight of a draft step relative to the one before it, which it depends on
 
@@ -51,6 +52,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="questions asked of the target (default: what --data has, else 2048)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and order")
+    _configure_head(parser)
+    _configure_training(parser)
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--max-minutes", type=float, metavar="M", help="stop after M minutes; run again to go on"
+    )
+
+
+def _configure_head(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft-vocab-size",
         type=int,
@@ -60,6 +70,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full-vocab", action="store_true", help="draft every token; the plain format"
     )
+    parser.add_argument(
+        "--intermediate-size",
+        type=int,
+        metavar="N",
+        help="of the head's feed-forward (default: the target's)",
+    )
+    parser.add_argument(
+        "--share-head",
+        action="store_true",
+        help="eagle3: no rows of its own, the target's are gathered at load; a smaller file",
+    )
+    parser.add_argument(
+        "--start-from", type=Path, metavar="DIR", help="a head of the same form to go on from"
+    )
+
+
+def _configure_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-steps", type=int, default=3, metavar="K", help="steps unrolled")
     parser.add_argument("--epochs", type=int, default=8, metavar="N", help="passes over the data")
     parser.add_argument(
@@ -77,12 +104,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of the chains, every N-th goes on after its first draft (default: 2)",
     )
     parser.add_argument(
-        "--start-from", type=Path, metavar="DIR", help="a head of the same form to go on from"
-    )
-    parser.add_argument(
-        "--graft-copies",
-        action="store_true",
-        help="begin with a group of heads that copies what followed before (mtp)",
+        "--copy-weight",
+        type=float,
+        default=0.5,
+        metavar="W",
+        help="of the part of the loss that teaches a group of heads to copy; default: 0.5",
     )
     parser.add_argument("--batch-tokens", type=int, default=1024, metavar="N")
     parser.add_argument(
@@ -93,10 +119,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16"),
         default="auto",
         help="of products; weights and sums stay float32 (default: auto, bfloat16 where fast)",
-    )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="default: 1")
-    parser.add_argument(
-        "--max-minutes", type=float, metavar="M", help="stop after M minutes; run again to go on"
     )
 
 
@@ -110,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(name, value, "must be a number above 0")
+    if not 0 <= args.copy_weight < float("inf"):
+        raise ConfigError("copy_weight", args.copy_weight, "must be a number, at least 0")
     if args.full_vocab and args.draft_vocab_size is not None:
         raise ConfigError("draft_vocab_size", args.draft_vocab_size, "contradicts --full-vocab")
     if args.data is not None and args.data.exists() and not args.data.is_dir():
@@ -163,7 +187,8 @@ def make_plan(args: argparse.Namespace, vocab_size: int) -> Plan:
         recipe=recipe,
         draft_vocab_size=None if args.full_vocab or size == vocab_size else size,
         start=args.start_from,
-        graft=args.graft_copies,
+        intermediate_size=args.intermediate_size,
+        share_head=args.share_head,
         settings=Settings(
             seed=args.seed,
             epochs=args.epochs,
@@ -172,6 +197,7 @@ def make_plan(args: argparse.Namespace, vocab_size: int) -> Plan:
             step_weights=weights,
             prompts=args.train_on_prompts,
             later_every=args.later_every,
+            copy_weight=args.copy_weight,
             bfloat16=args.dtype == "bfloat16" or (args.dtype == "auto" and fast_bfloat16()),
         ),
     )

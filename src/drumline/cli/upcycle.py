@@ -53,10 +53,10 @@ def _head(model: Path, asked: str) -> Path:
     if asked != SHIPPED:
         return Path(asked)
 
-    from drumline.drafting.mtp import shipped_head
+    from drumline.drafting.shipped import shipped_head
     from drumline.models.checkpoint import open_checkpoint
 
-    found = shipped_head(open_checkpoint(model).config, str(model))
+    found = shipped_head("mtp", open_checkpoint(model).config, str(model))
     if found is None:
         raise ConfigError("mtp", None, f"none is shipped for {model.name}; give its folder")
     return found

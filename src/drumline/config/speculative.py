@@ -40,9 +40,9 @@ METHODS = (
     "custom_class",
 )
 HOST_METHODS = ("ngram", "suffix")  # read tokens and run no model
-_NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "dflash", "medusa", "custom_class")
+_NEEDS_MODEL = ("draft_model", "eagle", "dflash", "medusa", "custom_class")
 _WEIGHTED = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "medusa")
-_MAY_HAVE_MODEL = (*_NEEDS_MODEL, "mtp")
+_MAY_HAVE_MODEL = (*_NEEDS_MODEL, "eagle3", "mtp")
 
 # Keys that mean something to some methods only.
 _KEY_METHODS: dict[str, tuple[str, ...]] = {

@@ -9,7 +9,10 @@
     f'     = x                                      norm_output (3.1): norm(x), for the next pass
 
 Two spellings: speculators (``layers.0.*``, nested config) and the original (``midlayer.*``, flat
-config). The embedding may be the target's; the head is always the drafter's own.
+config). The embedding may be the target's. So may the head, by our extension of the format: with
+``verifier_head`` true there is no ``lm_head.weight``, and the draft vocabulary's rows of the
+target's head are gathered when the drafter is loaded. Without ``model`` the head drafts that is
+shipped for the target.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ from drumline.drafting.checkpoint import (
 )
 from drumline.drafting.neural import (
     TapDrafter,
+    head_rows,
     kv_spec_of,
     lean,
     load_layers,
@@ -55,6 +59,7 @@ from drumline.drafting.neural import (
     positions_of,
     with_entry,
 )
+from drumline.drafting.shipped import find_shipped
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.config import ArchitectureConfig, Fields
 from drumline.models.layers import ModelOutput
@@ -66,6 +71,7 @@ from drumline.ops.weights import WeightTensor
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 HIDDEN_NORM = f"{LAYER}0.hidden_norm.weight"
 _FLAT_KEYS = (
     TYPE,
@@ -78,6 +84,7 @@ _FLAT_KEYS = (
     "norm_before_residual",
     "norm_output",
     "target_hidden_size",
+    "verifier_head",
 )
 
 
@@ -93,16 +100,21 @@ class Eagle3Draft:
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    verifier_head: bool
     weights: Mapping[str, WeightTensor]
     table: tuple[int, ...] | None
     envelope: Envelope
     weight_bytes: int
 
 
-def read(speculative: SpeculativeConfig, target: ArchitectureConfig) -> Eagle3Draft:
-    """Opens the folder that the speculative config names. CheckpointError for what is missing,
-    too much, or not made for ``target``."""
-    folder = draft_folder(speculative)
+def read(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Eagle3Draft:
+    """Opens the folder that the speculative config names, or the shipped one. CheckpointError for
+    what is missing, too much, or not made for the target; ConfigError if there is none at all."""
+    target = checkpoint.config
+    if speculative.model is None:
+        folder = find_shipped("eagle3", checkpoint)
+    else:
+        folder = draft_folder(speculative)
     fields = open_config(folder)
     foreign = speculators_type(fields) is None
     if foreign:
@@ -116,7 +128,13 @@ def read(speculative: SpeculativeConfig, target: ArchitectureConfig) -> Eagle3Dr
         taps = read_taps(fields, TAPS, target)
     flags = {
         name: fields.flag(name)
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        for name in (
+            "norm_before_residual",
+            "norm_before_fc",
+            "fc_norm",
+            "norm_output",
+            "verifier_head",
+        )
     }
     if flags["norm_before_fc"] and flags["fc_norm"]:
         raise fields.fail("fc_norm", "contradicts norm_before_fc: a checkpoint has one of them")
@@ -131,7 +149,11 @@ def read(speculative: SpeculativeConfig, target: ArchitectureConfig) -> Eagle3Dr
     weights = _canonical(files, config)
     _check_fc(files, weights, len(taps), target)
     shapes = _shapes(config, target, len(taps), draft_vocab, flags)
-    absent = (EMBEDDING,) if config.hidden_size == target.hidden_size else ()
+    same_width = config.hidden_size == target.hidden_size
+    if flags["verifier_head"] and not same_width:
+        raise fields.fail("verifier_head", f"needs the target's hidden size {target.hidden_size}")
+    absent = (EMBEDDING,) if same_width else ()
+    gathered = 4 * draft_vocab * config.hidden_size if flags["verifier_head"] else 0
     return Eagle3Draft(
         config=config,
         taps=taps,
@@ -139,7 +161,7 @@ def read(speculative: SpeculativeConfig, target: ArchitectureConfig) -> Eagle3Dr
         weights=checked(folder, weights, shapes, absent),
         table=table,
         envelope=envelope,
-        weight_bytes=weight_bytes(files),
+        weight_bytes=weight_bytes(files) + gathered,
         **flags,
     )
 
@@ -197,9 +219,11 @@ def _shapes(
         HIDDEN_NORM: (hidden,),
         "fc.weight": (hidden, fused),
         "norm.weight": (hidden,),
-        "lm_head.weight": (draft_vocab, hidden),
+        HEAD: (draft_vocab, hidden),
         EMBEDDING: (config.vocab_size, hidden),
     }
+    if flags["verifier_head"]:
+        del shapes[HEAD]
     if flags["norm_before_fc"]:
         shapes["input_norm.weight"] = (fused,)
     if flags["fc_norm"]:
@@ -237,7 +261,15 @@ class Eagle3Network:
         rope = build_rope(config, positions, ops.device)
         self.stack = ops.load_stack(with_entry(layers), rope)
         self.norm = ops.load_vector(weights["norm.weight"])
-        self.head = ops.load_linear([weights["lm_head.weight"]])
+        self.head = self._load_head(draft, context)
+
+    def _load_head(self, draft: Eagle3Draft, context: DrafterContext) -> Linear:
+        """Its own rows, or the draft vocabulary's of the target's."""
+        if not draft.verifier_head:
+            return self.ops.load_linear([draft.weights[HEAD]])
+        if draft.table is None:
+            return context.target.head
+        return self.ops.load_linear([head_rows(context.checkpoint, draft.table)])
 
     def read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
         ops = self.ops
@@ -270,12 +302,12 @@ class Eagle3Network:
 
 
 def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:
-    draft = read(speculative, checkpoint.config)
+    draft = read(speculative, checkpoint)
     return network_facts(draft.config, draft.envelope.tokens, draft.weight_bytes)
 
 
 def load(context: DrafterContext) -> Drafter:
-    draft = read(context.speculative, context.checkpoint.config)
+    draft = read(context.speculative, context.checkpoint)
     positions = positions_of(draft.config, context)
     held = lean(draft.weights, context.ops)
     config, weights = context.own_share(draft.config, held)

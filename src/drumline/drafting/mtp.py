@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from drumline.config import SpeculativeConfig
-from drumline.core.errors import CheckpointError, ConfigError
+from drumline.core.errors import CheckpointError
 from drumline.drafting.base import Drafter, DrafterContext
 from drumline.drafting.checkpoint import (
     LAYER,
@@ -56,12 +56,14 @@ from drumline.drafting.checkpoint import (
 )
 from drumline.drafting.neural import (
     TapDrafter,
+    head_rows,
     kv_spec_of,
     lean,
     load_layers,
     network_facts,
     positions_of,
 )
+from drumline.drafting.shipped import find_shipped
 from drumline.models import deepseek_v3
 from drumline.models.checkpoint import Checkpoint, module_prefix
 from drumline.models.config import ArchitectureConfig, Fields
@@ -90,27 +92,6 @@ _BESIDE_NAMES = {
 }
 # DeepSeek's checkpoints repeat the target's embedding and head beside the module.
 _SHARED = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
-HEADS = Path(__file__).resolve().parent.parent / "heads"
-
-
-@dataclass(frozen=True)
-class ShippedHead:
-    """A head inside the package, and by what its target is known: a part of the name of its file
-    or folder (lower case), and its shape."""
-
-    folder: str
-    name: str
-    hidden_size: int
-    num_hidden_layers: int
-    vocab_size: int
-
-    def fits(self, target: ArchitectureConfig, name: str) -> bool:
-        own = (self.hidden_size, self.num_hidden_layers, self.vocab_size)
-        shape = (target.hidden_size, target.num_hidden_layers, target.vocab_size)
-        return own == shape and self.name in name.lower()
-
-
-SHIPPED = (ShippedHead("smollm2-mtp", "smollm2-135m-instruct", 576, 30, 49152),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,16 +107,6 @@ class MtpDraft:
     weight_bytes: int
 
 
-def shipped_head(target: ArchitectureConfig, name: str) -> Path | None:
-    """The folder of the head that the package ships for a target, known by the name of its file
-    or folder and by its shape; None if there is none."""
-    for head in SHIPPED:
-        folder = HEADS / head.folder
-        if head.fits(target, name) and (folder / "config.json").exists():
-            return folder
-    return None
-
-
 def read(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> MtpDraft:
     """The module that the speculative config names, or the target's own, or the shipped one.
     CheckpointError for what is missing, too much, or not made for the target; ConfigError if
@@ -146,15 +117,7 @@ def read(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> MtpDraft:
     own = _own_module(checkpoint)
     if own is not None:
         return own
-    shipped = shipped_head(target, str(checkpoint.path))
-    if shipped is None:
-        raise ConfigError(
-            "speculative_config.model",
-            None,
-            f"{checkpoint.path.name} has no next-token module of its own and none is shipped "
-            "for it; mtp needs the folder of a trained one",
-        )
-    return _read_folder(shipped, target)
+    return _read_folder(find_shipped("mtp", checkpoint), target)
 
 
 def _own_module(checkpoint: Checkpoint) -> MtpDraft | None:
@@ -332,14 +295,6 @@ class MtpNetwork:
 
     def compute_logits(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.head)
-
-
-def head_rows(checkpoint: Checkpoint, table: tuple[int, ...]) -> WeightTensor:
-    """The rows of the target's head that ``table`` names, as the checkpoint stores them."""
-    tensors = checkpoint.tensors
-    head = tensors[EMBEDDING if checkpoint.config.tie_word_embeddings else HEAD]
-    rows = head.data.index_select(0, torch.tensor(table))
-    return WeightTensor(head.name, (len(table), head.shape[1]), head.kind, rows)
 
 
 def facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> Mapping[str, Any]:

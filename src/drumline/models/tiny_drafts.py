@@ -51,10 +51,12 @@ def write_eagle3(
     fc_norm: bool = False,
     norm_output: bool = False,
     embedding: bool = True,
+    verifier_head: bool = False,
 ) -> Path:
     """An EAGLE-3 draft for the checkpoint in the folder ``target``: speculators' spelling, or the
     ``original`` one. ``layer``: llama, qwen3 or qwen3_moe. ``hidden``: the draft's own width.
-    ``embedding``: it has its own. Returns the folder."""
+    ``embedding``: it has its own. ``verifier_head``: its head is the target's. Returns the
+    folder."""
     verifier = read_hub_config(Path(target))
     if original and layers != 1:
         raise ConfigError("layers", layers, "the original spelling has one")
@@ -73,6 +75,8 @@ def write_eagle3(
         "norm.weight": (width,),
         "lm_head.weight": (draft_vocab, width),
     }
+    if verifier_head:
+        del shapes["lm_head.weight"]
     if embedding:
         shapes["embed_tokens.weight"] = (verifier.vocab_size, width)
     if norm_before_fc:
@@ -89,6 +93,7 @@ def write_eagle3(
         "fc_norm": fc_norm,
         "norm_output": norm_output,
         "target_hidden_size": verifier.hidden_size,
+        "verifier_head": verifier_head,
     }
     if original:
         top = {**config, **own, "architectures": ["LlamaForCausalLMEagle3"]}

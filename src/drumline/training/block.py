@@ -14,6 +14,7 @@ answer short, that is a fraction of the work. Knows no format.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,9 +28,13 @@ from drumline.models.config import ArchitectureConfig
 class Memory:
     """Keys and values: step 1's ``[batch, kv_heads, length, head_dim]``, those of later steps
     ``[batch, kv_heads, chains, head_dim]``. ``starts``: ``[batch, chains]``, the indices whose
-    chains are run; they may be narrowed after step 1."""
+    chains are run; they may be narrowed after step 1. ``used``: ``[batch, chains]`` bool, chains
+    that have a token to draft in this step. ``watch``: is shown each step's attention of the first
+    group of heads, ``[batch, heads, chains, length]``, over step 1's entries."""
 
     starts: Tensor
+    used: Tensor
+    watch: Callable[[int, Memory, Tensor], None] | None = None
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
@@ -90,6 +95,8 @@ class Attention(nn.Module):
         scores = scores.masked_fill(later[:, None, None], -torch.inf)
         drafts = [(q * key.unsqueeze(2)).sum(-1, keepdim=True) for key in memory.keys[1:]]
         weights = torch.cat([scores, *drafts], -1).softmax(-1)
+        if memory.watch is not None:
+            memory.watch(step, memory, weights[:, 0, ..., :length])
         mixed = weights[..., :length] @ memory.values[0].unsqueeze(2)
         for step_before, value in enumerate(memory.values[1:]):
             place = length + step_before

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from drumline.core.random import derive_seed
 from drumline.training.block import Memory
+from drumline.training.copying import Copying
 from drumline.training.features import Example
 from drumline.training.target import Target
 from drumline.training.vocabulary import DraftVocabulary
@@ -105,13 +106,20 @@ class Batch:
 
 
 def run_chain(
-    head: Head, verifier: Verifier, batch: Batch, steps: int, later_every: int = 1
+    head: Head,
+    verifier: Verifier,
+    batch: Batch,
+    steps: int,
+    later_every: int = 1,
+    watch: Copying | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Per step, over the chains that count, in order: (``[n]`` flat indices into the batch, logits
     ``[n, draft vocab]``). True tokens are fed in: after a wrong draft nothing counts anyway.
-    ``later_every``: after the first step only every so many-th chain goes on."""
+    ``later_every``: after the first step only every so many-th chain goes on. ``watch``: sees where
+    the first group of heads looks."""
     hidden, length = head.enter(batch.taps), batch.ids.shape[1]
-    memory = Memory(_starts(batch.counts(0)))
+    starts = _starts(batch.counts(0))
+    memory = Memory(starts, torch.ones_like(starts, dtype=torch.bool), watch)
     offsets = torch.arange(len(batch.ids))[:, None] * length
     results = []
     for step in range(steps):
@@ -121,10 +129,11 @@ def run_chain(
         entries = memory.starts if step else torch.arange(length).expand_as(batch.ids)
         follow = (entries + step + 1).clamp(max=length - 1)
         embeddings = verifier.embedding[batch.ids.gather(1, follow)]
+        counted = batch.counts(step).gather(1, memory.starts)
+        memory.used = counted & _first_of_equals(memory.starts)
         hidden, states = head.step(embeddings, hidden, step, memory)
-        used = batch.counts(step).gather(1, memory.starts) & _first_of_equals(memory.starts)
-        chosen = (offsets + memory.starts)[used]
-        results.append((chosen, head.logits(states[used], verifier.rows)))
+        chosen = (offsets + memory.starts)[memory.used]
+        results.append((chosen, head.logits(states[memory.used], verifier.rows)))
     return results
 
 
@@ -152,9 +161,11 @@ def chain_loss(
     batch: Batch,
     step_weights: Sequence[float],
     later_every: int = 1,
+    copy_weight: float = 0.0,
 ) -> Tensor:
     """Cross entropy with the target's own distribution, renormalised to the draft vocabulary:
-    the mean over chains, weighted by step. Up to a constant the Kullback-Leibler divergence."""
+    the mean over chains, weighted by step. Up to a constant the Kullback-Leibler divergence. To it
+    comes ``copy_weight`` times `Copying.loss`."""
     steps = len(step_weights)
     length = batch.ids.shape[1]
     with torch.no_grad():
@@ -164,11 +175,14 @@ def chain_loss(
         place = wanted.flatten().cumsum(0) - 1  # flat index → row of `odds`
         odds = verifier.logits(batch.taps[verifier.last_tap][wanted]).float().softmax(-1)
     total = torch.zeros(())
-    for step, (chosen, logits) in enumerate(run_chain(head, verifier, batch, steps, later_every)):
+    copying = Copying(batch.ids) if copy_weight else None
+    results = run_chain(head, verifier, batch, steps, later_every, copying)
+    for step, (chosen, logits) in enumerate(results):
         if chosen.shape[0]:
             aim = odds[place[chosen + 1 + step]]
             total = total + step_weights[step] * F.cross_entropy(logits.float(), aim)
-    return total / sum(step_weights)
+    loss = total / sum(step_weights)
+    return loss if copying is None else loss + copy_weight * copying.loss(step_weights)
 
 
 def batches(

@@ -1,12 +1,12 @@
 """The EAGLE-3 head (Li et al. 2025) under autograd, with the arithmetic of the speculators format.
 
-    h_p     = fc(concat of three taps of the target)      first step only
+    h_p     = fc(concat of three taps, a norm each)       first step only; fc_norm: true
     x       = concat(input_layernorm(embedding of t_{p+1}), hidden_norm(h_p))      2 * hidden wide
     r       = h_p + self_attn(x)                           norm_before_residual: false
     h       = r + mlp(post_attention_layernorm(r))         fed back as the next step's h_p
     logits  = lm_head · norm(h)
 
-The head's rows are its own, and start as the verifier's.
+The head's rows are its own, and start as the verifier's; or they are the verifier's, and stay so.
 """
 
 from __future__ import annotations
@@ -46,24 +46,30 @@ class Eagle3Head(nn.Module):
     method = "eagle3"
     prefix = ""
 
-    def __init__(self, config: ArchitectureConfig, draft_vocab_size: int) -> None:
+    def __init__(self, config: ArchitectureConfig, draft_vocab_size: int | None) -> None:
+        """``draft_vocab_size``: rows of an own head; None reads the verifier's."""
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.taps: tuple[int, ...] = default_taps(config.num_hidden_layers)
+        self.fc_norm = nn.ModuleList([RMSNorm(hidden, eps) for _ in self.taps])
         self.fc = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([Eagle3Layer(config)])
         self.norm = RMSNorm(hidden, eps)
-        self.lm_head = nn.Linear(hidden, draft_vocab_size, bias=False)
+        self.lm_head = (
+            None if draft_vocab_size is None else nn.Linear(hidden, draft_vocab_size, bias=False)
+        )
 
     def start_from(self, target: Target, rows: Tensor) -> None:
         """The target's head ``rows`` and final norm, at a fifth: no confident first guesses."""
         with torch.no_grad():
             self.norm.weight.copy_(target.weight(FINAL_NORM) * FINAL_SHARE)
-            self.lm_head.weight.copy_(rows)
+            if self.lm_head is not None:
+                self.lm_head.weight.copy_(rows)
 
     def enter(self, taps: Mapping[int, Tensor]) -> Tensor:
         """Taps ``[batch, length, hidden]`` each → what the first step takes as hidden state."""
-        joined: Tensor = self.fc(torch.cat([taps[tap] for tap in self.taps], -1))
+        normed = [norm(taps[tap]) for norm, tap in zip(self.fc_norm, self.taps, strict=True)]
+        joined: Tensor = self.fc(torch.cat(normed, -1))
         return joined.float()  # sums stay float32 under autocast
 
     def step(
@@ -78,6 +84,6 @@ class Eagle3Head(nn.Module):
         return x, self.norm(x)
 
     def logits(self, states: Tensor, rows: Tensor) -> Tensor:
-        """``[n, hidden]`` → ``[n, draft vocabulary]``; the verifier's ``rows`` are not read."""
-        logits: Tensor = self.lm_head(states)
+        """``[n, hidden]`` → ``[n, draft vocabulary]``; ``rows``: the verifier's."""
+        logits: Tensor = states @ rows.t() if self.lm_head is None else self.lm_head(states)
         return logits

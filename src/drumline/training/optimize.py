@@ -50,7 +50,7 @@ class Schedule:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How a head is trained; ``step_weights`` has one entry for each draft step. Of the chains,
-    every ``later_every``-th goes on after its first draft."""
+    every ``later_every``-th goes on after its first draft. ``copy_weight``: of `Copying.loss`."""
 
     seed: int
     epochs: int
@@ -62,6 +62,7 @@ class Settings:
     warmup_share: float = 0.04
     prompts: bool = False
     later_every: int = 1
+    copy_weight: float = 0.0
     bfloat16: bool = False  # products in bfloat16; weights, sums and losses stay float32
 
 
@@ -124,6 +125,7 @@ class Trainer:
                 batch,
                 self.settings.step_weights,
                 self.settings.later_every,
+                self.settings.copy_weight,
             )
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """A trained head as a folder in the speculators format: config.json, model.safetensors, README.md.
 
-Two keys extend the format, and other readers may ignore or refuse them: ``draft_vocab_size`` with
-``d2t`` and ``t2d`` for mtp too (its head rows are the verifier's, gathered at load), and
+Three things extend the format, and other readers may ignore or refuse them: ``draft_vocab_size``
+with ``d2t`` and ``t2d`` for mtp too (its head rows are the verifier's, gathered at load), an eagle3
+head without ``lm_head.weight`` (``verifier_head``; its rows are gathered likewise), and
 ``draft_sharpening``. ``--full-vocab`` writes an mtp head without the first.
 """
 
@@ -84,6 +85,7 @@ def head_config(
     steps: int,
     sharpening: float,
     target: str,
+    share_head: bool = False,
 ) -> dict[str, Any]:
     """config.json of a head. As the format has it, an mtp config gives the target's depth (its tap
     is the last), an eagle3 config the draft's."""
@@ -116,6 +118,8 @@ def head_config(
     else:
         content["eagle_aux_hidden_state_layer_ids"] = list(taps)
         content["norm_before_residual"] = False
+        content["fc_norm"] = True
+        content["verifier_head"] = share_head
     if method == "eagle3" or not vocabulary.full:
         content["draft_vocab_size"] = vocabulary.size
     return content

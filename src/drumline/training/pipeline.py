@@ -15,13 +15,14 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drumline.core.errors import ConfigError, UsageError
+from drumline.models.config import ArchitectureConfig
 from drumline.training.chain import Verifier
 from drumline.training.conversations import (
     Recipe,
@@ -32,7 +33,6 @@ from drumline.training.conversations import (
     user_header,
     write_piece,
 )
-from drumline.training.copying import graft_copies
 from drumline.training.curve import Point, can_plot, plot_curve, read_curve, write_curve
 from drumline.training.eagle3_module import Eagle3Head, default_taps
 from drumline.training.evaluate import Acceptance, acceptance, hits, measure_sharpening
@@ -67,8 +67,9 @@ TEMPERATURE = 0.8
 @dataclass(frozen=True)
 class Plan:
     """What to train. ``pieces``: indices of data pieces; ``draft_vocab_size`` None is all of it;
-    ``start``: a head of the same form whose weights are the beginning; ``graft``: set its first
-    group of heads to copying (mtp)."""
+    ``start``: a head of the same form whose weights are the beginning; ``intermediate_size``: of
+    the head's feed-forward, None is the target's; ``share_head``: an eagle3 head without rows of
+    its own."""
 
     method: str
     output: Path
@@ -79,7 +80,8 @@ class Plan:
     recipe: Recipe = field(default_factory=Recipe)
     held_out_share: float = 0.05
     start: Path | None = None
-    graft: bool = False
+    intermediate_size: int | None = None
+    share_head: bool = False
 
     @property
     def parts(self) -> Path:
@@ -96,7 +98,8 @@ class Plan:
             "draft_vocab_size": self.draft_vocab_size,
             "held_out_share": self.held_out_share,
             "start": None if self.start is None else weights_digest(self.start),
-            "graft": self.graft,
+            "intermediate_size": self.intermediate_size,
+            "share_head": self.share_head,
         }
 
 
@@ -130,8 +133,8 @@ def begin(plan: Plan, target: Target) -> None:
     """Makes the folders, and notes what this run is or compares it with what began here."""
     if plan.method not in METHODS:
         raise ConfigError("method", plan.method, f"expected one of {', '.join(METHODS)}")
-    if plan.graft and plan.method != "mtp":
-        raise ConfigError("graft_copies", True, "copying is grafted into mtp heads only")
+    if plan.share_head and plan.method != "eagle3":
+        raise ConfigError("share_head", True, "an mtp head has no rows of its own as it is")
     try:
         plan.parts.mkdir(parents=True, exist_ok=True)
         plan.data.mkdir(parents=True, exist_ok=True)
@@ -209,26 +212,44 @@ def prepare(
         specials = (*config.eos_token_ids, *sorted(target.tokenizer.special_ids))
         vocabulary = choose_vocabulary(train_on, config.vocab_size, plan.draft_vocab_size, specials)
     verifier = Verifier.of(target, vocabulary)
-    module = build_head(plan.method, target, vocabulary, plan.settings.seed)
+    module = build_head(
+        plan.method,
+        target,
+        vocabulary,
+        plan.settings.seed,
+        intermediate_size=plan.intermediate_size,
+        share_head=plan.share_head,
+    )
     module.start_from(target, verifier.rows)
     if plan.start is not None:
         load_weights(plan.start, module, module.prefix)
-    if plan.graft and isinstance(module, MTPHead):
-        graft_copies(module, verifier, vocabulary, train_on)
     trainer = Trainer(module, module, verifier, train_on, plan.settings)
     trainer.restore(plan.parts, run_digest(plan, target))
     return held_out, vocabulary, trainer, module
 
 
 def build_head(
-    method: str, target: Target, vocabulary: DraftVocabulary, seed: int
+    method: str,
+    target: Target,
+    vocabulary: DraftVocabulary,
+    seed: int,
+    *,
+    intermediate_size: int | None = None,
+    share_head: bool = False,
 ) -> MTPHead | Eagle3Head:
     """A head with chance weights from ``seed``; no other generator is touched."""
+    config = layer_sizes(target, intermediate_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % 2**63)
         if method == "mtp":
-            return MTPHead(target.config)
-        return Eagle3Head(target.config, vocabulary.size)
+            return MTPHead(config)
+        return Eagle3Head(config, None if share_head else vocabulary.size)
+
+
+def layer_sizes(target: Target, intermediate_size: int | None) -> ArchitectureConfig:
+    """What a head's layer is made by: the target's sizes, but for its feed-forward."""
+    width = intermediate_size or target.config.intermediate_size
+    return replace(target.config, intermediate_size=width)
 
 
 def run_digest(plan: Plan, target: Target) -> str:
@@ -339,8 +360,7 @@ def finish(
         method=plan.method,
         licence=target.licence,
         recipe=read_recipe(plan.data) or {"recipe": "not recorded"},
-        settings=asdict(plan.settings)
-        | {"starts from": describe_start(plan.start), "copying grafted": plan.graft},
+        settings=asdict(plan.settings) | {"starts from": describe_start(plan.start)},
         conversations=len(examples),
         held_out=len(held_out),
         answer_tokens=sum(one.length - one.answer for one in examples),
@@ -352,7 +372,14 @@ def finish(
         parameters=sum(p.numel() for p in trainer.parameters.values()),
     )
     config = head_config(
-        plan.method, target.config, module.taps, vocabulary, steps, sharpening.best, target.name
+        plan.method,
+        layer_sizes(target, plan.intermediate_size),
+        module.taps,
+        vocabulary,
+        steps,
+        sharpening.best,
+        target.name,
+        plan.share_head,
     )
     write_head(plan.output, config, module, module.prefix, vocabulary, facts)
     if can_plot():

@@ -22,7 +22,6 @@ KEPT = (  # of an earlier card
     "- data:",
     "- seen in training:",
     "- training, starts from:",
-    "- training, copying grafted: True",
 )
 
 
