@@ -18,7 +18,7 @@ from drumline.engine.fleet_core import NO_TRIAL, FleetCore
 from drumline.engine.intake import Prompt, Submission
 from drumline.engine.loading import Core
 from drumline.engine.messages import Trial
-from drumline.engine.outputs import CompletionOutput, RequestRecord
+from drumline.engine.outputs import CompletionOutput, OutputDelta, RequestRecord
 from drumline.engine.ranks import Nursery
 
 SECONDS = 60.0
@@ -52,18 +52,21 @@ def submissions(core: Core, jobs: Sequence[Job]) -> list[Submission]:
 
 def drive(core: Core, records: Sequence[RequestRecord]) -> None:
     """Steps until all have ended; raises what breaks, after the last deltas are recorded."""
-    owner = {sample.number: record for record in records for sample in record.samples}
     deadline = time.monotonic() + SECONDS
     while not all(record.finished for record in records):
         assert time.monotonic() < deadline, "requests do not end"
         try:
-            deltas = core.step()
+            take(records, core.step())
         except EngineError:
-            for delta in core.take_deltas():
-                owner[delta.number].add(delta)
+            take(records, core.take_deltas())
             raise
-        for delta in deltas:
-            owner[delta.number].add(delta)
+
+
+def take(records: Sequence[RequestRecord], deltas: Sequence[OutputDelta]) -> None:
+    """Hands deltas to those whom they concern."""
+    owner = {sample.number: record for record in records for sample in record.samples}
+    for delta in deltas:
+        owner[delta.number].add(delta)
 
 
 def run(core: Core, jobs: Sequence[Job]) -> list[CompletionOutput]:

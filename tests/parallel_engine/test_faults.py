@@ -58,15 +58,20 @@ def break_down(core: FleetCore, seconds: float = 20.0) -> tuple[RankLost, float]
     return caught.value, now
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("place", ["agree", "draft 0", "draft 1", "end"])
-def test_an_exception_ends_all_ranks_and_is_named(
-    fleets: Fleets, moe: Path, place: str, tp: int
+PLACES = ("agree", "draft 0", "draft 1", "end")
+LEGS = [(place, tp, True) for place in PLACES for tp in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("place", "tp", "gloo"), [*LEGS, ("agree", 1, False), ("draft 1", 2, False)]
+)
+def test_case_17_an_exception_ends_all_ranks_and_is_named(
+    fleets: Fleets, moe: Path, place: str, tp: int, gloo: bool
 ) -> None:
-    """Case 17, legs a to d: before the exchange of counts, between target and draft, inside the
-    second of three draft passes, after everything was drawn."""
+    """Legs a to d: before the exchange of counts, between target and draft, inside the second of
+    three draft passes, after everything was drawn."""
     rank = 0 if place == "agree" and tp == 2 else 1  # a follower takes no part in the exchange
-    trial = Trial(faults=((rank, 3, place),))
+    trial = Trial(gloo=gloo, faults=((rank, 3, place),))
     settings = {**MTP, "data_parallel_size": 2, "tensor_parallel_size": tp}
     core = fleets.start(moe, trial, **settings)
     began = time.monotonic()

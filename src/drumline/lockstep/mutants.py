@@ -10,7 +10,7 @@ A leader's own, in here (`MutantConductor`):
     idle-votes-live          a rank without rows says that it is not ready for sizes from the list
     pad-before-exchange      passes are padded to the own count
     unpadded-under-table     where a table speaks, sizes are not those of the list
-    reuse-target-size        draft passes are padded to the target's size
+    reuse-target-size        draft passes after the first are padded to the target's size
     widen-while-decoding     who only decodes takes every row for as wide as a row can be
     return-on-empty-queue    a rank without rows does not come to the exchange
     sleep-alone              a rank without rows sleeps, whatever was decided
@@ -155,7 +155,8 @@ class MutantConductor:
         if Mutant.UNPADDED_UNDER_TABLE in self.mutants and self._joined.wish is not None:
             plan = self._in_mode(plan, "live")
         if Mutant.REUSE_TARGET_SIZE in self.mutants:
-            plan = replace(plan, draft_sizes=(plan.target_size,) * len(plan.draft_sizes))
+            later = (plan.target_size,) * len(plan.draft_sizes[1:])
+            plan = replace(plan, draft_sizes=(*plan.draft_sizes[:1], *later))
         if Mutant.PAD_BEFORE_EXCHANGE in self.mutants:
             plan = self._of_size(plan, proposal.token_count)
         if Mutant.WIDEN_WHILE_DECODING in self.mutants and _decodes(plan.rows):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
 from torch import Tensor
 
 from drumline.core.errors import EngineError
@@ -62,9 +63,11 @@ class MutantWorker(Worker):
     def _own_drafts(self, row: Row) -> Row:
         """The row with what a search of this rank's own has found."""
         if Mutant.PROPOSE_FEWER_ALONE in self.mutants:
-            row = replace(row, drafts=row.drafts[:-1])
+            row = structs.replace(row, drafts=row.drafts[:-1])
         if Mutant.PROPOSE_OTHER_ALONE in self.mutants:
-            row = replace(row, drafts=tuple(max(0, token - 1) for token in row.drafts))
+            # Far away, so that another rank's shard of the vocabulary has it.
+            size = self.sampler.vocab_size
+            row = structs.replace(row, drafts=tuple((one + size // 2) % size for one in row.drafts))
         return row
 
     def _draft(
@@ -116,7 +119,7 @@ class OneTokenDrafter:
 def _newest_token(row: DraftRow) -> DraftRow:
     if row.fresh or not row.samples:
         return row
-    return replace(row, start=row.start + row.count, offset=row.offset + row.count, count=0)
+    return structs.replace(row, start=row.start + row.count, offset=row.offset + row.count, count=0)
 
 
 class DrawsAlone:
