@@ -42,8 +42,9 @@ _OLD = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """What runs. ``prompts[r]``: prompt lengths of the requests that replica r serves, each with
-    ``outputs[r]`` tokens to come. ``table``: draft length by batch size."""
+    """What runs. ``prompts[r]``: prompt lengths of the requests that replica r serves. Its first
+    one has ``outputs[r]`` tokens to come, each further one ``stagger`` less. ``table``: draft
+    length by batch size."""
 
     name: str
     dp: int
@@ -52,6 +53,7 @@ class Scenario:
     prompts: tuple[tuple[int, ...], ...]
     outputs: tuple[int, ...]
     table: tuple[tuple[int, int, int], ...] = ()
+    stagger: int = 0
 
     @property
     def request_count(self) -> int:
@@ -87,11 +89,12 @@ class Outcome:
 def scenario(name: str, scale: str = "full") -> Scenario:
     """The scenario by its name, as it was reported or scaled down to seconds."""
     if name == "draft-length":
-        # 16, 64 and 256 requests of the reported table, divided until eight seats hold it.
+        # 16, 64 and 256 requests of the reported table, divided until eight seats hold it. One
+        # replica begins in its last range and comes to its first, the other is always there.
         table = ((1, 1, 3), (2, 4, 2), (5, 4096, 0))
-        long, short = (512, 96) if scale == "full" else (32, 24)
-        prompts = ((12,), (12, 9, 7, 11))
-        return Scenario(name, 2, 1, 24 + long, prompts, (long, short), table)
+        long, short, stagger = (512, 96, 12) if scale == "full" else (32, 24, 3)
+        prompts = ((12,), (12, 9, 7, 11, 10, 8))
+        return Scenario(name, 2, 1, 24 + long, prompts, (long, short), table, stagger)
     limit, longest, seats, output = (4100, 3072, 8, 1024) if scale == "full" else (150, 112, 2, 38)
     lengths = tuple((longest - 7 * replica,) * seats for replica in range(4))
     return Scenario(name, 4, 2, limit, lengths, (output,) * 4)
@@ -204,8 +207,9 @@ class _Run:
         vocab = core.facts.limits.vocab_size
         number = 0
         for replica, (lengths, output) in enumerate(zip(what.prompts, what.outputs, strict=True)):
-            params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-            for length in lengths:
+            for place, length in enumerate(lengths):
+                count = output - place * what.stagger
+                params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
                 ids = tuple((7919 * (number + 1) + 31 * at) % vocab for at in range(length))
                 requests = intake.admit(Prompt(token_ids=ids), params).requests
                 self._index[requests[0].number] = number
