@@ -4,6 +4,8 @@ latency      one table line per --batch-size: prefill and decode speed of equal 
 throughput   --num-prompts requests through the scheduler at once, tokens per second over all
 acceptance   drafts accepted on the prompts of --data, by category; needs --speculative-config
 roofline     target passes beside what they read and multiply, and what the machine can do of it
+overhead     decode steps outside of model passes, greedy and sampled: the engine's share and, with
+             --speculative-config, that of speculation
 compare      decode and prefill beside another engine (--peer), by turns, as ratios
 quality      the backend's arithmetic against the reference's, on texts the model writes (minutes);
              --output-len tokens of each greedy one; exit status 1 beyond the limits
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.cli.bench_hang import add_hang_arguments, run_hang
+from drumline.cli.bench_overhead import run_overhead
 from drumline.cli.engine import add_script_engine_arguments, engine_config
 from drumline.core.errors import ConfigError, UsageError
 
@@ -28,6 +31,7 @@ ROOFLINE_COLUMNS = (
     *("rows", "MB", "GMAC", "memory ms", "arithmetic ms", "pass ms"),
     *("share", "to 1 row", "step ms", "outside"),
 )
+DEFAULT_SIZES = {"roofline": [1, 2, 4, 8, 16], "overhead": [1, 16]}
 PEERS = ("llama.cpp", "transformers", "openvino", "vllm")
 
 if TYPE_CHECKING:
@@ -35,7 +39,9 @@ if TYPE_CHECKING:
     from drumline.config import EngineConfig
     from drumline.engine.llm import LLM
 
-KINDS = ("latency", "throughput", "acceptance", "roofline", "compare", "quality", "hang")
+KINDS = (
+    *("latency", "throughput", "acceptance", "roofline", "overhead", "compare", "quality", "hang"),
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="requests together (default: 1 4 16; roofline: 1 2 4 8 16)",
+        help="requests together (default: 1 4 16; roofline: 1 2 4 8 16; overhead: 1 16)",
     )
     parser.add_argument(
         "--num-prompts", type=int, default=64, metavar="N", help="throughput: requests in all"
@@ -87,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise ConfigError(name, getattr(args, name), "must be at least 1")
     if args.batch_size is None:
-        args.batch_size = [1, 2, 4, 8, 16] if args.kind == "roofline" else [1, 4, 16]
+        args.batch_size = DEFAULT_SIZES.get(args.kind, [1, 4, 16])
     if min(args.batch_size) < 1:
         raise ConfigError("batch_size", min(args.batch_size), "must be at least 1")
     if args.json is not None and not args.json.parent.is_dir():
@@ -97,6 +103,10 @@ def run(args: argparse.Namespace) -> int:
         return run_hang(args, config)
     if args.kind == "acceptance":
         return _acceptance(args, config)
+    if args.kind == "overhead":
+        llm, figures = run_overhead(args, config)
+        _write(args.json, "overhead", llm, figures)
+        return 0
     if args.kind == "compare" and args.peer is None:
         raise UsageError("--peer: compare needs another engine")
 

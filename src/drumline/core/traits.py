@@ -84,6 +84,8 @@ class DrafterTraits:
         """Kinds of groups its collectives span: none, tp, ep."""
         issued = (*self.first_pass.body, *self.later_pass.body)
         issued += (*self.first_pass.logits, *self.later_pass.logits)
+        if not issued:
+            return ()
         return tuple(sorted({entry.group for entry in issued}))
 
     def passes(self, k: int) -> int:
