@@ -57,7 +57,6 @@ std::int64_t number_bytes(Numbers numbers) {
             return 0;
         case Numbers::bytes:
             return 1;
-        case Numbers::pairs:
         case Numbers::words:
         case Numbers::swapped:
             return 2;
@@ -157,9 +156,10 @@ void Activations::quantize(const float* x, std::int64_t row_count, std::int64_t 
     room(scale, rows * blocks);
     room(scaled_sum, rows * blocks);
     room(offset, rows * blocks * layout.halves);
-    const std::int64_t tiles = rows == 0 ? 0 : (rows + layout.tile - 1) / layout.tile;
-    room(loud, tiles * blocks);
-    std::fill(loud.begin(), loud.begin() + tiles * blocks, std::uint8_t{0});
+    if (layout.fine && layout.numbers == Numbers::bytes) {
+        room(far, rows * blocks * layout.halves);
+        room(far_line, rows * blocks * layout.halves);
+    }
     const RowQuantizer quantize_row =
         path == Path::portable ? portable::quantize_row : avx2::quantize_row;
     // Rows are quantized apart from each other, so who does which does not matter.
@@ -233,8 +233,10 @@ void PackedLinear::multiply_groups(std::int64_t first, std::int64_t last, const 
                     job.q = activations.q.data() + r * columns_ * number;
                     job.scale = activations.scale.data() + r * blocks;
                     job.scaled_sum = activations.scaled_sum.data() + r * blocks;
-                    job.loud = activations.loud.data() + r / tile * blocks;
-                    job.offset = activations.offset.data() + r * blocks * kernels.layout.halves;
+                    const std::int64_t half = r * blocks * kernels.layout.halves;
+                    job.offset = activations.offset.data() + half;
+                    job.far = activations.far.data() + half;
+                    job.far_line = activations.far_line.data() + half;
                 } else {
                     job.x = x + r * x_stride;
                 }

@@ -3,9 +3,10 @@
 // Weights are interleaved by groups of 16 outputs, so that one vector holds the same few columns of
 // many outputs, and one stream of memory is read from front to back. Quantized weights keep their
 // blocks of 32 columns; activations are quantized per row and block of 32 to integers of 8 bits, or
-// where `fine`, in blocks that are louder than their row's mean, of 16. Sums within a block are integers, hence exact in any order; blocks are added
-// in ascending order in float32. So a row's bits depend on the row alone, whatever the number of
-// rows and threads (within one instruction-set path).
+// where `fine`, of 12 bits in the four columns that hold the block's largest. Sums within a block are
+// integers, hence exact in any order; blocks are added in ascending order in float32. So a row's
+// bits depend on the row alone, whatever the number of rows and threads (within one
+// instruction-set path).
 #pragma once
 
 #include <cstddef>
@@ -36,11 +37,12 @@ Path best_path();
 //   scale       [tile, block, row]
 //   scaled_sum  [tile, block, row]      scale * (sum of the block's integers)
 //   offset      [tile, block, half, row]  -zero * (sum of them); halves are 16 columns or all 32
-//   loud        [tile, block]           whether a row has low bytes in the block
+//   far_line    [tile, block, half, row]  of bytes: the line of 4 columns that reaches farthest
+//   far         [tile, block, half, row]  the high parts int8[4] of its integers, 16 * high + low;
+//                                       zeros in the half that does not have it
 enum class Numbers : std::uint8_t {
     none,    // plain weights: float32 as it came
-    bytes,   // int8[32]
-    pairs,   // high int8[32], low int8[32]: 256 * high + low
+    bytes,   // int8[32], low parts in the far line
     words,   // int16[32]
     swapped  // int16[32], of every four columns the second and third exchanged
 };
@@ -48,7 +50,7 @@ enum class Numbers : std::uint8_t {
 struct ActivationLayout {
     int tile = 1;
     Numbers numbers = Numbers::none;
-    bool fine = false;  // 16 bits where a block is loud
+    bool fine = false;  // with a far line
     int zero = 0;       // the quantum that means 0
     int halves = 1;
 
@@ -69,7 +71,8 @@ public:
     std::vector<float> scale;
     std::vector<float> scaled_sum;
     std::vector<std::int32_t> offset;
-    std::vector<std::uint8_t> loud;
+    std::vector<std::int32_t> far;
+    std::vector<std::uint8_t> far_line;
 };
 
 class PackedLinear {
@@ -84,9 +87,9 @@ public:
                        std::vector<std::int64_t>{outputs}, columns) {}
 
     // x [rows, columns] float32 with `x_stride` floats between rows → out [rows, outputs] likewise.
-    // `fine`: activations of quantized weights as integers of 16 bits rather than 8 in blocks that are
-    // loud: whose largest magnitude stands out of the row's. A fifth of the blocks holds most of the
-    // error that 8 bits leave, so most of it goes at a part of the cost.
+    // `fine`: activations of quantized weights are scaled to the largest of a block without the four
+    // columns of its far line, which reach 16 times as far. Few columns stand out of a block, and most
+    // of the error that 8 bits leave is what they cost the others.
     void multiply(const float* x, std::int64_t rows, std::int64_t x_stride, float* out,
                   std::int64_t out_stride, int threads, Path path, bool fine) const;
 

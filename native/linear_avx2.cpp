@@ -3,14 +3,13 @@
 // 4-bit kinds multiply bytes: the sums of a block of 32 columns fit 16 bits (8 x 2 x 15 x 128 =
 // 30,720), so they are widened and scaled once per block and row; every weight vector is unpacked
 // once for all rows of a tile, and every broadcast activation serves 16 outputs. 6 and 8 bits
-// multiply words, whose pairs need no second sum and hold 16-bit activations at the same cost.
+// multiply words, whose pairs need no second sum and hold far activations at no cost.
 #include "linear_kernels.hpp"
 
 #if defined(__x86_64__)
 
 #include <immintrin.h>
 
-#include <atomic>
 #include <cstring>
 
 #define DRUMLINE_AVX2 __attribute__((target("avx2,fma,f16c")))
@@ -96,11 +95,10 @@ struct Scales4_K {
     }
 };
 
-// Adds the products of one block of 4-bit weights and R rows: P of their planes (high bytes, low
-// bytes), which lie `stride` planes to a row.
-template <int R, int P, int stride>
+// Adds the products of one block of 4-bit weights and R rows.
+template <int R>
 DRUMLINE_AVX2_INLINE void nibble_products(const std::uint8_t* quanta, const std::int8_t* q,
-                                          __m256i (&dots)[R][stride][halves_of_outputs]) {
+                                          __m256i (&dots)[R][halves_of_outputs]) {
     const __m256i low_nibbles = _mm256_set1_epi8(15);
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
@@ -116,42 +114,50 @@ DRUMLINE_AVX2_INLINE void nibble_products(const std::uint8_t* quanta, const std:
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-                for (int p = 0; p < P; ++p) {
-                    const __m256i x =
-                        broadcast4(q + (r * stride + p) * block_columns + 8 * v + 4 * high);
-                    const __m256i d0 = _mm256_maddubs_epi16(w0, x);
-                    const __m256i d1 = _mm256_maddubs_epi16(w1, x);
-                    const bool first = v == 0 && high == 0;
-                    dots[r][p][0] = first ? d0 : _mm256_add_epi16(dots[r][p][0], d0);
-                    dots[r][p][1] = first ? d1 : _mm256_add_epi16(dots[r][p][1], d1);
-                    in_place(dots[r][p][0]);
-                    in_place(dots[r][p][1]);
-                }
+                const __m256i x = broadcast4(q + r * block_columns + 8 * v + 4 * high);
+                const __m256i d0 = _mm256_maddubs_epi16(w0, x);
+                const __m256i d1 = _mm256_maddubs_epi16(w1, x);
+                const bool first = v == 0 && high == 0;
+                dots[r][0] = first ? d0 : _mm256_add_epi16(dots[r][0], d0);
+                dots[r][1] = first ? d1 : _mm256_add_epi16(dots[r][1], d1);
+                in_place(dots[r][0]);
+                in_place(dots[r][1]);
             }
         }
     }
 }
 
+// What the high parts of a far line add to the sums of 8 outputs.
+DRUMLINE_AVX2_INLINE __m256i nibble_far(const std::uint8_t* quanta, int line, std::int32_t high,
+                                        int half) {
+    const __m256i packed = bytes32(quanta + line / 2 * line_bytes + 32 * half);
+    const __m256i w =
+        _mm256_and_si256(_mm256_srl_epi32(packed, _mm_cvtsi32_si128(line % 2 * 4)),
+                         _mm256_set1_epi8(15));
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(w, _mm256_set1_epi32(high)),
+                             _mm256_set1_epi16(far_step));
+}
+
 // Scales the sums of one block and adds them up.
-template <typename Scales, int R, int P, int stride>
+template <typename Scales, int R, bool fine>
 DRUMLINE_AVX2_INLINE void nibble_sums(const TileJob& job, std::int64_t b,
-                                      const __m256i (&dots)[R][stride][halves_of_outputs],
+                                      const __m256i (&dots)[R][halves_of_outputs],
                                       __m256 (&total)[R][halves_of_outputs]) {
     constexpr PackedLayout packed = packed_layout(Scales::kind);
     const std::uint8_t* scales = job.weights + packed.unit(b);
+    const std::uint8_t* quanta = job.weights + packed.quanta(b);
     const std::int64_t at = b % packed.unit_blocks;
     const __m256i ones = _mm256_set1_epi16(1);
-    const __m256i many = _mm256_set1_epi16(256);
 #pragma GCC unroll 2
     for (int half = 0; half < halves_of_outputs; ++half) {
         const __m256 d = Scales::d(scales, at, 0, half);
         const __m256 m = Scales::m(scales, at, half);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            __m256i dot = _mm256_madd_epi16(dots[r][0][half], stride == 2 ? many : ones);
-            if constexpr (P == 2) {
-                dot = _mm256_add_epi32(dot, _mm256_madd_epi16(dots[r][1][half], ones));
+            __m256i dot = _mm256_madd_epi16(dots[r][half], ones);
+            if constexpr (fine) {
+                dot = _mm256_add_epi32(dot, nibble_far(quanta, job.far_line[b * R + r],
+                                                       job.far[b * R + r], half));
             }
             if constexpr (Scales::offset) {
                 dot = _mm256_add_epi32(dot, _mm256_set1_epi32(job.offset[b * R + r]));
@@ -166,8 +172,8 @@ DRUMLINE_AVX2_INLINE void nibble_sums(const TileJob& job, std::int64_t b,
     }
 }
 
-// R rows of P planes times 4-bit weights. Low bytes of a block where no row has any are left out.
-template <typename Scales, int R, int P>
+// R rows times 4-bit weights.
+template <typename Scales, int R, bool fine>
 DRUMLINE_AVX2 void nibble_tile(const TileJob& job) {
     constexpr PackedLayout packed = packed_layout(Scales::kind);
     __m256 total[R][halves_of_outputs];
@@ -175,16 +181,9 @@ DRUMLINE_AVX2 void nibble_tile(const TileJob& job) {
         total[r][0] = total[r][1] = _mm256_setzero_ps();
     }
     for (std::int64_t b = 0; b < job.columns / block_columns; ++b) {
-        const std::uint8_t* quanta = job.weights + packed.quanta(b);
-        const std::int8_t* q = job.q + b * R * P * block_columns;
-        __m256i dots[R][P][halves_of_outputs];
-        if (P == 2 && job.loud[b] != 0) {
-            nibble_products<R, P, P>(quanta, q, dots);
-            nibble_sums<Scales, R, P, P>(job, b, dots, total);
-        } else {
-            nibble_products<R, 1, P>(quanta, q, dots);
-            nibble_sums<Scales, R, 1, P>(job, b, dots, total);
-        }
+        __m256i dots[R][halves_of_outputs];
+        nibble_products<R>(job.weights + packed.quanta(b), job.q + b * R * block_columns, dots);
+        nibble_sums<Scales, R, fine>(job, b, dots, total);
     }
     for (int r = 0; r < R; ++r) {
         store(job, r, 0, total[r][0]);
@@ -334,16 +333,16 @@ DRUMLINE_AVX2 void dense_tile(const TileJob& job) {
     }
 }
 
+template <typename Scales, bool fine>
+Kernels nibble_kernels() {
+    return {{4, Numbers::bytes, fine, packed_layout(Scales::kind).zero, 1},
+            {nibble_tile<Scales, 1, fine>, nibble_tile<Scales, 2, fine>,
+             nibble_tile<Scales, 3, fine>, nibble_tile<Scales, 4, fine>}};
+}
+
 template <typename Scales>
 Kernels nibbles(bool fine) {
-    const int zero = packed_layout(Scales::kind).zero;
-    if (fine) {
-        return {{3, Numbers::pairs, true, zero, 1},
-                {nibble_tile<Scales, 1, 2>, nibble_tile<Scales, 2, 2>, nibble_tile<Scales, 3, 2>}};
-    }
-    return {{4, Numbers::bytes, false, zero, 1},
-            {nibble_tile<Scales, 1, 1>, nibble_tile<Scales, 2, 1>, nibble_tile<Scales, 3, 1>,
-             nibble_tile<Scales, 4, 1>}};
+    return fine ? nibble_kernels<Scales, true>() : nibble_kernels<Scales, false>();
 }
 
 template <typename Kind>
@@ -377,6 +376,7 @@ DRUMLINE_AVX2_INLINE void put(std::int8_t* to, __m256i value) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
 }
 
+// Numbers of block `at`: words a of columns 0 .. 15, b of the others.
 DRUMLINE_AVX2_INLINE void put_numbers(std::int8_t* q, std::int64_t at, Numbers numbers, __m256i a,
                                       __m256i b) {
     switch (numbers) {
@@ -384,16 +384,6 @@ DRUMLINE_AVX2_INLINE void put_numbers(std::int8_t* q, std::int64_t at, Numbers n
             return;
         case Numbers::bytes:
             return put(q + at * block_columns, bytes_of(a, b));
-        case Numbers::pairs: {
-            const __m256i half = _mm256_set1_epi16(128);
-            const __m256i high_a = _mm256_srai_epi16(_mm256_add_epi16(a, half), 8);
-            const __m256i high_b = _mm256_srai_epi16(_mm256_add_epi16(b, half), 8);
-            std::int8_t* to = q + at * 2 * block_columns;
-            put(to, bytes_of(high_a, high_b));
-            return put(to + block_columns,
-                       bytes_of(_mm256_sub_epi16(a, _mm256_slli_epi16(high_a, 8)),
-                                _mm256_sub_epi16(b, _mm256_slli_epi16(high_b, 8))));
-        }
         case Numbers::swapped: {
             const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14,
                                                    15, 0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11,
@@ -415,18 +405,79 @@ DRUMLINE_AVX2_INLINE __m256i words_of(const float* from, __m256 inverse) {
     return _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
 }
 
-// The largest magnitude of 32 floats, compared as bits: infinity and what is no number are largest.
-DRUMLINE_AVX2_INLINE std::int32_t largest_bits(const float* from) {
-    const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
-    __m256i peaks = _mm256_setzero_si256();
-    for (int i = 0; i < 4; ++i) {
-        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 8 * i));
-        peaks = _mm256_max_epi32(peaks, _mm256_and_si256(bits, magnitude));
+// The largest of four numbers of each half of a vector, in all places of that half.
+DRUMLINE_AVX2_INLINE __m256i largest_of_four(__m256i v) {
+    v = _mm256_max_epi32(v, _mm256_shuffle_epi32(v, 0x4E));
+    return _mm256_max_epi32(v, _mm256_shuffle_epi32(v, 0xB1));
+}
+
+DRUMLINE_AVX2_INLINE std::int32_t largest_of_eight(__m256i v) {
+    const __m256i four = largest_of_four(v);
+    return _mm_cvtsi128_si32(
+        _mm_max_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1)));
+}
+
+DRUMLINE_AVX2_INLINE float float_of(std::int32_t bits) {
+    float value = 0;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Magnitudes of one block, compared as bits: infinity and what is no number are largest.
+struct Peaks {
+    float largest;
+    float others;  // the largest outside of the far line
+    int far_line;  // the first that has the largest
+
+    DRUMLINE_AVX2_INLINE static Peaks of(const float* from) {
+        const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+        __m256i two[4];  // lines each
+        for (int i = 0; i < 4; ++i) {
+            const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 8 * i));
+            two[i] = largest_of_four(_mm256_and_si256(bits, magnitude));
+        }
+        // Lines 0, 2, 4, 6, 1, 3, 5, 7, then in order.
+        const __m256i mixed = _mm256_blend_epi32(_mm256_blend_epi32(two[0], two[1], 0x22),
+                                                 _mm256_blend_epi32(two[2], two[3], 0x88), 0xCC);
+        const __m256i lines =
+            _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+        const std::int32_t largest = largest_of_eight(lines);
+        const auto where = static_cast<unsigned>(_mm256_movemask_ps(
+            _mm256_castsi256_ps(_mm256_cmpeq_epi32(lines, _mm256_set1_epi32(largest)))));
+        const int far_line = __builtin_ctz(where);
+        const __m256i numbers = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256i others = _mm256_andnot_si256(
+            _mm256_cmpeq_epi32(numbers, _mm256_set1_epi32(far_line)), lines);
+        return {float_of(largest), float_of(largest_of_eight(others)), far_line};
     }
-    __m128i peak = _mm_max_epi32(_mm256_castsi256_si128(peaks), _mm256_extracti128_si256(peaks, 1));
-    peak = _mm_max_epi32(peak, _mm_shuffle_epi32(peak, 0x4E));
-    peak = _mm_max_epi32(peak, _mm_shuffle_epi32(peak, 0xB1));
-    return _mm_cvtsi128_si32(peak);
+};
+
+// Takes the high parts out of the words of a block's far line, and puts them where kernels look.
+DRUMLINE_AVX2_INLINE void put_far(const RowPlace& place, const ActivationLayout& layout,
+                                  std::int64_t row, std::int64_t b, int far_line, __m256i& first,
+                                  __m256i& second, Activations& to) {
+    const __m256i line = _mm256_set1_epi16(static_cast<std::int16_t>(far_line));
+    const __m256i numbers = _mm256_setr_epi16(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m256i half_step = _mm256_set1_epi16(far_step / 2);
+    __m256i high[2];
+    __m256i* const words[2] = {&first, &second};
+    for (int i = 0; i < 2; ++i) {
+        const __m256i mine = _mm256_cmpeq_epi16(
+            _mm256_add_epi16(numbers, _mm256_set1_epi16(static_cast<std::int16_t>(4 * i))), line);
+        high[i] = _mm256_and_si256(
+            mine, _mm256_srai_epi16(_mm256_add_epi16(*words[i], half_step), far_shift));
+        *words[i] = _mm256_sub_epi16(*words[i], _mm256_slli_epi16(high[i], far_shift));
+    }
+    alignas(32) std::int8_t bytes[block_columns];
+    put(bytes, bytes_of(high[0], high[1]));
+    const int lines_per_half = block_lines / layout.halves;
+    for (int h = 0; h < layout.halves; ++h) {
+        const std::int64_t at = place.half(b, h, layout.halves, row % layout.tile);
+        const bool here = far_line / lines_per_half == h;
+        const int where = here ? far_line : h * lines_per_half;
+        to.far_line[at] = static_cast<std::uint8_t>(where);
+        std::memcpy(&to.far[at], bytes + where * line_columns, sizeof to.far[at]);
+    }
 }
 
 }  // namespace
@@ -457,37 +508,24 @@ DRUMLINE_AVX2 void quantize_row(const float* x, const ActivationLayout& layout, 
                                 Activations& to) {
     const RowPlace place(to, layout, row);
     const std::int64_t blocks = to.columns / block_columns;
-    float sum_of_largest = 0;
-    for (std::int64_t b = 0; b < blocks; ++b) {
-        const std::int32_t peak = largest_bits(x + b * block_columns);
-        float largest = 0;
-        std::memcpy(&largest, &peak, sizeof largest);
-        to.scale[place.block(b)] = largest;
-        sum_of_largest += peak < infinity_bits ? largest : 0.0F;
-    }
-    const float loud = loud_from(sum_of_largest, blocks);
-    for (std::int64_t b = 0; b < blocks; ++b) {
+    const bool split = layout.fine && layout.numbers == Numbers::bytes;
+    for (std::int64_t b = 0; b < blocks; ++b, x += block_columns) {
         const std::int64_t at = place.block(b);
-        const BlockScale block(to.scale[at], loud, layout.fine);
+        const Peaks peaks = Peaks::of(x);
+        const BlockScale block(peaks.largest, peaks.others, layout.fine);
         __m256i first = _mm256_setzero_si256();
         __m256i second = first;
         if (block.some) {
-            const float* from = x + b * block_columns;
             const __m256 inverse = _mm256_set1_ps(block.inverse);
-            first = words_of(from, inverse);
-            second = words_of(from + 16, inverse);
-            if (block.step != 1) {
-                first = _mm256_slli_epi16(first, 8);
-                second = _mm256_slli_epi16(second, 8);
-            }
+            first = words_of(x, inverse);
+            second = words_of(x + 16, inverse);
         }
-        if (block.low) {  // rows of a tile may be quantized by several threads
-            std::atomic_ref(to.loud[row / layout.tile * blocks + b])
-                .store(1, std::memory_order_relaxed);
-        }
-        put_numbers(to.q.data(), at, layout.numbers, first, second);
         const std::int32_t sums[2] = {sum16(first), sum16(second)};
         const std::int32_t sum = sums[0] + sums[1];
+        if (split) {
+            put_far(place, layout, row, b, peaks.far_line, first, second, to);
+        }
+        put_numbers(to.q.data(), at, layout.numbers, first, second);
         for (int h = 0; h < layout.halves; ++h) {
             to.offset[place.half(b, h, layout.halves, row % layout.tile)] =
                 -layout.zero * (layout.halves == 1 ? sum : sums[h]);

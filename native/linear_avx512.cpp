@@ -17,6 +17,10 @@
 namespace drumline::avx512_vnni {
 namespace {
 
+// Tiles of many rows take so long over a block that the processor does not read ahead by itself. This
+// far ahead may be beyond the weights' end: asking for memory that is not there does no harm.
+constexpr std::size_t prefetch_bytes = 4096;
+
 DRUMLINE_VNNI_INLINE __m512i line_at(const std::uint8_t* at) {
     return _mm512_loadu_si512(at);
 }
@@ -46,7 +50,13 @@ DRUMLINE_VNNI_INLINE void store(const TileJob& job, int row, __m512 total) {
     _mm512_mask_storeu_ps(job.out + row * job.out_stride, mask, total);
 }
 
-// Line g (columns 4g .. 4g + 3) of a block as bytes, and its scale d and minimum m.
+// How far a line of nibbles that begins at an even or odd place is from being the upper ones.
+constexpr std::int32_t up[2] = {4, 0};
+// And from being the lower ones.
+constexpr std::int32_t down[2] = {0, 4};
+
+// Line g (columns 4g .. 4g + 3) of a block as bytes, its scale d and minimum m, and `add_far`:
+// sum + far_step * (line g times the high parts).
 struct Nibbles {
     static constexpr int halves = 1;
     DRUMLINE_VNNI_INLINE static __m512i line(const std::uint8_t* quanta, int g) {
@@ -54,10 +64,24 @@ struct Nibbles {
         return _mm512_and_si512(g % 2 == 0 ? packed : _mm512_srli_epi16(packed, 4),
                                 _mm512_set1_epi8(15));
     }
+    // Nibbles that are left where they are in the upper half of their byte count 16 times.
+    DRUMLINE_VNNI_INLINE static __m512i add_far(const std::uint8_t* quanta, int g, __m512i high,
+                                                __m512i sum) {
+        static_assert(far_step == 16);
+        const __m512i w = _mm512_and_si512(
+            _mm512_sllv_epi32(line_at(quanta + g / 2 * line_bytes), _mm512_set1_epi32(up[g % 2])),
+            _mm512_set1_epi8(static_cast<char>(0xF0)));
+        return _mm512_dpbusd_epi32(sum, w, high);
+    }
     DRUMLINE_VNNI_INLINE static __m512 m(const std::uint8_t*, std::int64_t) {
         return _mm512_setzero_ps();
     }
 };
+
+DRUMLINE_VNNI_INLINE __m512i add_far_bytes(__m512i w, __m512i high, __m512i sum) {
+    const __m512i dot = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, high);
+    return _mm512_add_epi32(sum, _mm512_slli_epi32(dot, far_shift));
+}
 
 struct Q4_0 : Nibbles {
     static constexpr WeightKind kind = WeightKind::q4_0;
@@ -95,6 +119,10 @@ struct Q8_0 : Nibbles {
     DRUMLINE_VNNI_INLINE static __m512i line(const std::uint8_t* quanta, int g) {
         return line_at(quanta + g * line_bytes);
     }
+    DRUMLINE_VNNI_INLINE static __m512i add_far(const std::uint8_t* quanta, int g, __m512i high,
+                                                __m512i sum) {
+        return add_far_bytes(line(quanta, g), high, sum);
+    }
     DRUMLINE_VNNI_INLINE static __m512 d(const std::uint8_t* scales, std::int64_t at, int) {
         return halves16(scales + 32 * at);
     }
@@ -113,30 +141,50 @@ struct Q6_K : Nibbles {
         return _mm512_or_si512(Nibbles::line(quanta, g),
                                _mm512_and_si512(high, _mm512_set1_epi8(48)));
     }
+    DRUMLINE_VNNI_INLINE static __m512i add_far(const std::uint8_t* quanta, int g, __m512i high,
+                                                __m512i sum) {
+        const __m512i four = _mm512_srlv_epi32(line_at(quanta + g / 2 * line_bytes),
+                                               _mm512_set1_epi32(down[g % 2]));
+        const __m512i two = _mm512_srlv_epi32(line_at(quanta + (4 + g / 4) * line_bytes),
+                                              _mm512_set1_epi32(2 * (g % 4)));
+        const __m512i w = _mm512_or_si512(
+            _mm512_and_si512(four, _mm512_set1_epi8(15)),
+            _mm512_slli_epi32(_mm512_and_si512(two, _mm512_set1_epi8(3)), 4));
+        return add_far_bytes(w, high, sum);
+    }
     DRUMLINE_VNNI_INLINE static __m512 d(const std::uint8_t* scales, std::int64_t at, int half) {
         return _mm512_mul_ps(halves16(scales), signed16(scales + 64 + 16 * (2 * at + half)));
     }
 };
 
-// One block of weights times R rows, P of whose `stride` planes (high bytes, low bytes) count.
-template <typename Kind, int R, int P, int stride>
+// One block of weights times R rows.
+template <typename Kind, int R, bool fine>
 DRUMLINE_VNNI_INLINE void add_block(const TileJob& job, std::int64_t b, __m512 (&total)[R]) {
     constexpr int lines_per_half = 8 / Kind::halves;
     constexpr PackedLayout packed = packed_layout(Kind::kind);
     const std::uint8_t* scales = job.weights + packed.unit(b);
     const std::uint8_t* quanta = job.weights + packed.quanta(b);
     const std::int64_t at = b % packed.unit_blocks;
-    const std::int8_t* q = job.q + b * R * stride * block_columns;
+    const std::int8_t* q = job.q + b * R * block_columns;
+    if constexpr (R > 4) {
+#pragma GCC unroll 9
+        for (std::size_t at = 0; at < packed.quanta_bytes + line_bytes; at += line_bytes) {
+            __builtin_prefetch(quanta + prefetch_bytes + at);
+        }
+    }
 #pragma GCC unroll 2
     for (int half = 0; half < Kind::halves; ++half) {
-        const std::int32_t* offset = job.offset + (b * Kind::halves + half) * R;
-        __m512i dots[R][P];
+        const std::int64_t first = (b * Kind::halves + half) * R;
+        __m512i dots[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            dots[r][0] = _mm512_setzero_si512();
-            dots[r][P - 1] = _mm512_setzero_si512();
-            if constexpr (Kind::offset && P == stride) {
-                dots[r][P - 1] = _mm512_set1_epi32(offset[r]);
+            dots[r] = _mm512_setzero_si512();
+            if constexpr (Kind::offset) {
+                dots[r] = _mm512_set1_epi32(job.offset[first + r]);
+            }
+            if constexpr (fine) {
+                dots[r] = Kind::add_far(quanta, job.far_line[first + r],
+                                        _mm512_set1_epi32(job.far[first + r]), dots[r]);
             }
         }
 #pragma GCC unroll 8
@@ -145,28 +193,15 @@ DRUMLINE_VNNI_INLINE void add_block(const TileJob& job, std::int64_t b, __m512 (
             const __m512i w = Kind::line(quanta, g);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-                for (int p = 0; p < P; ++p) {
-                    const __m512i x = broadcast4(q + (r * stride + p) * block_columns + 4 * g);
-                    dots[r][p] = _mm512_dpbusd_epi32(dots[r][p], w, x);
-                }
+                dots[r] = _mm512_dpbusd_epi32(dots[r], w, broadcast4(q + r * block_columns + 4 * g));
             }
         }
         const __m512 d = Kind::d(scales, at, half);
         const __m512 m = Kind::m(scales, at);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            __m512i dot = dots[r][0];
-            if constexpr (stride == 2) {
-                dot = _mm512_slli_epi32(dot, 8);
-                if constexpr (P == 2) {
-                    dot = _mm512_add_epi32(dot, dots[r][1]);
-                } else if constexpr (Kind::offset) {
-                    dot = _mm512_add_epi32(dot, _mm512_set1_epi32(offset[r]));
-                }
-            }
             const __m512 scale = _mm512_mul_ps(d, _mm512_set1_ps(job.scale[b * R + r]));
-            total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, total[r]);
+            total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r]), scale, total[r]);
             if constexpr (Kind::minimum) {
                 total[r] =
                     _mm512_fmadd_ps(m, _mm512_set1_ps(job.scaled_sum[b * R + r]), total[r]);
@@ -175,19 +210,14 @@ DRUMLINE_VNNI_INLINE void add_block(const TileJob& job, std::int64_t b, __m512 (
     }
 }
 
-// R rows of P planes. Low bytes of a block where no row has any are left out.
-template <typename Kind, int R, int P>
+template <typename Kind, int R, bool fine>
 DRUMLINE_VNNI void tile(const TileJob& job) {
     __m512 total[R];
     for (int r = 0; r < R; ++r) {
         total[r] = _mm512_setzero_ps();
     }
     for (std::int64_t b = 0; b < job.columns / block_columns; ++b) {
-        if (P == 2 && job.loud[b] != 0) {
-            add_block<Kind, R, P, P>(job, b, total);
-        } else {
-            add_block<Kind, R, 1, P>(job, b, total);
-        }
+        add_block<Kind, R, fine>(job, b, total);
     }
     for (int r = 0; r < R; ++r) {
         store(job, r, total[r]);
@@ -230,17 +260,16 @@ DRUMLINE_VNNI void dense_tile(const TileJob& job) {
     }
 }
 
-template <typename Kind, int P>
-Kernels planes() {
-    return {{8, P == 2 ? Numbers::pairs : Numbers::bytes, P == 2, packed_layout(Kind::kind).zero,
-             Kind::halves},
-            {tile<Kind, 1, P>, tile<Kind, 2, P>, tile<Kind, 3, P>, tile<Kind, 4, P>,
-             tile<Kind, 5, P>, tile<Kind, 6, P>, tile<Kind, 7, P>, tile<Kind, 8, P>}};
+template <typename Kind, bool fine>
+Kernels bytes() {
+    return {{8, Numbers::bytes, fine, packed_layout(Kind::kind).zero, Kind::halves},
+            {tile<Kind, 1, fine>, tile<Kind, 2, fine>, tile<Kind, 3, fine>, tile<Kind, 4, fine>,
+             tile<Kind, 5, fine>, tile<Kind, 6, fine>, tile<Kind, 7, fine>, tile<Kind, 8, fine>}};
 }
 
 template <typename Kind>
 Kernels integers(bool fine) {
-    return fine ? planes<Kind, 2>() : planes<Kind, 1>();
+    return fine ? bytes<Kind, true>() : bytes<Kind, false>();
 }
 
 template <typename Weight>

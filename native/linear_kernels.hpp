@@ -93,7 +93,8 @@ struct TileJob {
     const float* scale = nullptr;       // [block, row]
     const float* scaled_sum = nullptr;  // [block, row]
     const std::int32_t* offset = nullptr;  // [block, half, row]
-    const std::uint8_t* loud = nullptr;    // [block]
+    const std::int32_t* far = nullptr;      // [block, half, row]
+    const std::uint8_t* far_line = nullptr;  // likewise
     const float* x = nullptr;           // plain weights: the tile's first row
     std::int64_t x_stride = 0;
     float* out = nullptr;  // the group's first output of the tile's first row
@@ -128,36 +129,30 @@ struct RowPlace {
 };
 
 constexpr float largest_byte = 127.0F;
-constexpr float largest_word = 32512.0F;  // 127 * 256: its high byte is at most 127
-// A block is loud whose largest magnitude is this many times the mean of its row's. Mean divergence
-// of SmolLM2 from float32 activations, and time of a pass over 16 rows: all blocks with 16 bits
-// 6e-8, 1; from 1.0 on 2.8e-4, 0.86; from 1.25 on 3.7e-4, 0.83; from 1.5 on 4.8e-4, 0.81; none
-// 2.7e-3, 0.6.
-constexpr float loud_share = 1.25F;
+// In a far line an integer is far_step * high + low, both of 8 bits.
+constexpr int far_shift = 4;
+constexpr int far_step = 1 << far_shift;
+constexpr int line_columns = 4;
+constexpr int block_lines = block_columns / line_columns;
 constexpr float smallest_activation = 1e-30F;
 constexpr std::int32_t infinity_bits = 0x7F800000;
 
-// From which largest magnitude on a block is loud.
-inline float loud_from(float sum_of_largest, std::int64_t blocks) {
-    return loud_share * (sum_of_largest / static_cast<float>(blocks));
-}
-
-// How the activations of one block become integers, from the largest of their magnitudes.
+// How the activations of one block become integers, from the largest of their magnitudes and, if
+// they are `fine`, from the largest outside of the far line.
 struct BlockScale {
     bool some;      // not all zeros; false, too, where one is infinite or no number
-    bool low;       // with low bytes
-    int step;       // integers are multiples of it
     float inverse;  // x * inverse is rounded
     float scale;    // what an integer stands for; no number where an activation was none
 
-    BlockScale(float largest, float loud, bool fine)
-        : some(largest >= smallest_activation && largest <= std::numeric_limits<float>::max()),
-          low(fine && some && largest >= loud),
-          step(fine && !low ? 256 : 1),
-          inverse(some ? (low ? largest_word : largest_byte) / largest : 0.0F),
-          scale(some                            ? largest / (fine ? largest_word : largest_byte)
+    BlockScale(float largest, float others, bool fine)
+        : some(largest >= smallest_activation && largest <= std::numeric_limits<float>::max()) {
+        const float far = largest * (1.0F / far_step);
+        const float base = !fine ? largest : others > far ? others : far;
+        inverse = some ? largest_byte / base : 0.0F;
+        scale = some                            ? base / largest_byte
                 : largest < smallest_activation ? 0.0F
-                                                : std::numeric_limits<float>::quiet_NaN()) {}
+                                                : std::numeric_limits<float>::quiet_NaN();
+    }
 };
 
 using RowQuantizer = void (*)(const float* x, const ActivationLayout& layout, std::int64_t row,

@@ -1,5 +1,6 @@
 // Linear kernels in plain C++: the slow twin of every vector path, and the path of processors that
 // have none. Products and sums are rounded one by one (the file is built without contraction).
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -228,29 +229,29 @@ void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t r
                   Activations& to) {
     const RowPlace place(to, layout, row);
     const std::int64_t blocks = to.columns / block_columns;
-    float sum_of_largest = 0;
-    for (std::int64_t b = 0; b < blocks; ++b) {
-        std::int32_t peak = 0;  // compared as bits: infinity and what is no number are the largest
-        for (int i = 0; i < block_columns; ++i) {
-            std::int32_t bits = 0;
-            std::memcpy(&bits, x + b * block_columns + i, sizeof bits);
-            bits &= 0x7FFFFFFF;
-            peak = bits > peak ? bits : peak;
-        }
-        float largest = 0;
-        std::memcpy(&largest, &peak, sizeof largest);
-        to.scale[place.block(b)] = largest;
-        sum_of_largest += peak < infinity_bits ? largest : 0.0F;
-    }
-    const float loud = loud_from(sum_of_largest, blocks);
     const int width = block_columns / layout.halves;
-    for (std::int64_t b = 0; b < blocks; ++b) {
+    for (std::int64_t b = 0; b < blocks; ++b, x += block_columns) {
         const std::int64_t at = place.block(b);
-        const BlockScale block(to.scale[at], loud, layout.fine);
+        // Compared as bits: infinity and what is no number are the largest.
+        std::int32_t largest = 0, others = 0;
+        for (int line = 0; line < block_lines; ++line) {
+            std::int32_t peak = 0;
+            for (int i = 0; i < line_columns; ++i) {
+                std::int32_t bits = 0;
+                std::memcpy(&bits, x + line * line_columns + i, sizeof bits);
+                bits &= 0x7FFFFFFF;
+                peak = bits > peak ? bits : peak;
+            }
+            others = std::max(others, std::min(peak, largest));
+            largest = std::max(largest, peak);
+        }
+        float magnitudes[2];
+        std::memcpy(&magnitudes[0], &largest, sizeof largest);
+        std::memcpy(&magnitudes[1], &others, sizeof others);
+        const BlockScale block(magnitudes[0], magnitudes[1], layout.fine);
         std::int16_t q[block_columns] = {};
         for (int i = 0; block.some && i < block_columns; ++i) {
-            const float whole = std::nearbyint(x[b * block_columns + i] * block.inverse);
-            q[i] = static_cast<std::int16_t>(static_cast<int>(whole) * block.step);
+            q[i] = static_cast<std::int16_t>(std::nearbyint(x[i] * block.inverse));
         }
         std::memcpy(to.q.data() + at * static_cast<std::int64_t>(sizeof q), q, sizeof q);
         std::int32_t sum = 0;

@@ -75,7 +75,7 @@ def test_linear_is_close_to_the_reference(path: str, kind: str, shape: tuple[int
     x = torch.randn(9, shape[1])
     out = ops.linear(x, ops.load_linear([raw], bias))
     exact = x.double() @ raw.to_float().double().t() + bias
-    # These rows have no block that stands out: 8 bits, which leave about 1e-2 of an activation.
+    # 8 bits, which leave about 1e-2 of an activation.
     assert (out - exact).norm() <= (2e-2 if kind in QUANTIZED else 1e-5) * exact.norm()
 
 
@@ -85,7 +85,7 @@ def test_linear_is_exact_where_activations_are_whole_numbers(kind: str) -> None:
     rounding. Repacking, signs, nibble order and minima all have to be right for this."""
     raw = weight(kind, 40, 128, seed=2)
     x = torch.randint(-127, 128, (6, 4, 32)).float()
-    x[:, :, 0] = 127.0
+    x[:, :, ::31] = 127.0  # in two lines: neither reaches farther than the others
     x = (x * 0.03125).reshape(6, 128)
     exact = x.double() @ raw.to_float().double().t()
     for path in PATHS:

@@ -77,17 +77,33 @@ def test_close_to_exact_products(path: str, kind: str, shape: tuple[int, int]) -
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_loud_blocks_have_sixteen_bits(path: str, kind: str) -> None:
-    """What stands out of a row by much is most of it, and of the error that 8 bits would leave."""
+def test_what_stands_out_costs_its_neighbours_nothing(path: str, kind: str) -> None:
+    """Four columns of a block may be 16 times as large as the others: the others keep the scale
+    that they have without them. 8 bits alone leave 16 times the error there."""
     raw = weight(kind, 64, 1024, seed=1)
-    x = torch.randn(11, 32, 32) * 1e-3
-    for row in range(11):  # other blocks in each row, so that rows of a tile differ
-        x[row, row::6] = torch.randn(x[row, row::6].shape)
-    x = x.reshape(11, 1024)
+    quiet = torch.randn(11, 32, 32).clamp(-3, 3)
+    quiet[:, :, 9] = 3.0
+    far = torch.zeros(11, 32, 8, 4)
+    at = torch.arange(11 * 32).view(11, 32) * 5 % 8  # another line in each block of each row
+    far.scatter_(2, at[..., None, None].expand(11, 32, 1, 4), torch.randn(11, 32, 1, 4) * 15)
+    far = far.clamp(-45, 45).view(11, 32, 32)
+    x = torch.where(far != 0, far, quiet).view(11, 1024)
     exact = x.double() @ raw.to_float().double().t()
     error = [(multiply(x, pack(raw), path, fine) - exact).norm() for fine in (True, False)]
-    assert error[0] <= 1e-4 * exact.norm()
-    assert error[1] >= 1e-3 * exact.norm()
+    assert error[0] <= 1.5e-3 * exact.norm()
+    assert error[1] >= 5 * error[0]
+
+
+def far_numbers(rows: int, blocks: int, seed: int) -> Tensor:
+    """Integers that a block keeps as they are: to 127, and in one line to 2032."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randint(-127, 128, (rows, blocks, 8, 4), generator=draw)
+    line = torch.randint(0, 8, (rows, blocks, 1, 1), generator=draw)
+    far = torch.randint(-2032, 2033, (rows, blocks, 1, 4), generator=draw)
+    far[..., 0] = 2032
+    x.scatter_(2, line.expand(rows, blocks, 1, 4), far)
+    x.scatter_(2, (line + 3).remainder(8).expand(rows, blocks, 1, 4), torch.full_like(far, -127))
+    return x.reshape(rows, blocks, 32).float()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -95,12 +111,12 @@ def test_loud_blocks_have_sixteen_bits(path: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_whole_numbers_lose_nothing(path: str, fine: bool, kind: str) -> None:
     """Activations that are multiples of their block's scale: what is left is float rounding.
-    Packing, signs, order of nibbles, minima and zero points all have to be right for this."""
+    Packing, signs, order of nibbles, minima, zero points and far lines all have to be right."""
     raw = weight(kind, 40, 512, seed=2)
-    most = 32512 if fine else 127
-    x = torch.randint(-most, most + 1, (9, 16, 32)).float()
-    x[:, :, 0] = -most
-    x[:, 1::2] = 0.0  # so that the others stand out
+    x = torch.randint(-127, 128, (9, 16, 32)).float()
+    x[:, :, 0] = -127
+    if fine:
+        x = far_numbers(9, 16, seed=2)
     x = (x * 2.0**-12).reshape(9, 512)
     exact = x.double() @ raw.to_float().double().t()
     out = multiply(x, pack(raw), path, fine)
@@ -116,13 +132,15 @@ def test_the_largest_sums_do_not_overflow(path: str, kind: str, quantum: int) ->
     for at in HALVES[kind]:
         blocks.view(-1, nbytes)[:, at : at + 2] = torch.tensor([1.0]).half().view(torch.uint8)
     raw = WeightTensor("w", (24, 256), kind, blocks)
-    for fine, most in ((True, 32512.0), (False, 127.0)):
-        for value in (most, -most, most - 128.0):
-            x = torch.full((5, 256), value)
-            x[:, ::32] = most
-            x.view(5, 8, 32)[:, 1::2] = 0.0  # so that the others stand out
-            exact = x.double() @ raw.to_float().double().t()
-            out = multiply(x, pack(raw), path, fine)
+    for fine in (True, False):
+        for value in (127.0, -127.0, 120.0):
+            x = torch.full((5, 8, 32), value)
+            x[:, :, 0] = 127.0
+            for line in range(8 if fine else 0):
+                x[:, line, 4 * line : 4 * line + 4] = 16 * value
+                x[:, line, 4 * line] = 2032.0
+            exact = x.view(5, 256).double() @ raw.to_float().double().t()
+            out = multiply(x.view(5, 256), pack(raw), path, fine)
             assert (out - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 
