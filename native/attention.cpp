@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -50,8 +51,31 @@ struct Tile {
     std::int64_t first[tile_rows];  // positions first .. last are what the row sees
     std::int64_t last[tile_rows];
     RowState state[tile_rows];
+    // What is attended to next, if known: memory is asked for its keys in time.
+    const Tile* next = nullptr;
+    std::int64_t next_chunk = 0;
 
     int rows() const { return tokens * heads; }
+
+    // Chunks that rows see some of.
+    std::int64_t chunks() const {
+        std::int64_t most = 0;
+        for (int row = 0; row < rows(); ++row) {
+            most = std::max(most, last[row]);
+        }
+        return most / chunk_keys + 1;
+    }
+
+    // Positions low .. high - 1 of a chunk are what some rows see.
+    std::pair<std::int64_t, std::int64_t> span(std::int64_t chunk) const {
+        const std::int64_t begin = chunk * chunk_keys;
+        std::int64_t low = begin + chunk_keys, high = begin;
+        for (int row = 0; row < rows(); ++row) {
+            low = std::min(low, std::max(begin, first[row]));
+            high = std::max(high, std::min(begin + chunk_keys, last[row] + 1));
+        }
+        return {low, high};
+    }
 
     // Of the key/value head in the block that holds `position`, in units of block_size.
     std::int64_t line(std::int64_t position) const {
@@ -142,15 +166,6 @@ public:
         return tile;
     }
 
-    // Chunks that the item's rows see some of.
-    std::int64_t chunks(const Tile& tile) const {
-        std::int64_t last = 0;
-        for (int row = 0; row < tile.rows(); ++row) {
-            last = std::max(last, tile.last[row]);
-        }
-        return last / chunk_keys + 1;
-    }
-
 private:
     const KVCache& cache_;
     const Places& places_;
@@ -213,7 +228,7 @@ void attention(const KVCache& cache, const Places& places, const AttentionJob& j
     if (threads > 1 && items < 4 * threads) {
         std::int64_t chunks = 1;
         for (std::int64_t item = 0; item < items; ++item) {
-            chunks = std::max(chunks, tiling.chunks(tiling.tile(item)));
+            chunks = std::max(chunks, tiling.tile(item).chunks());
         }
         if (chunks > 1) {
             return attention_by_chunks(tiling, chunks, cache.head_dim, threads, kernels, scratch);
@@ -222,10 +237,17 @@ void attention(const KVCache& cache, const Places& places, const AttentionJob& j
     // A handful of parts per thread: contexts differ in length, and late threads get less.
     const int parts = static_cast<int>(std::min<std::int64_t>(items, threads > 1 ? 8 * threads : 1));
     Pool::instance().run(threads, parts, [&](int part) {
-        for (std::int64_t item = items * part / parts; item < items * (part + 1) / parts; ++item) {
-            Tile tile = tiling.tile(item);
-            const std::int64_t chunks = tiling.chunks(tile);
+        const std::int64_t end = items * (part + 1) / parts;
+        Tile tiles[2];
+        tiles[0] = tiling.tile(items * part / parts);
+        for (std::int64_t item = items * part / parts, at = 0; item < end; ++item, at ^= 1) {
+            Tile& tile = tiles[at];
+            Tile* const next = item + 1 < end ? &(tiles[at ^ 1] = tiling.tile(item + 1)) : nullptr;
+            const std::int64_t chunks = tile.chunks();
             for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+                const bool stays = chunk + 1 < chunks;
+                tile.next = stays ? &tile : next;
+                tile.next_chunk = stays ? chunk + 1 : 0;
                 kernels.attend(tile, chunk);
             }
             for (int row = 0; row < tile.rows(); ++row) {

@@ -348,17 +348,33 @@ DRUMLINE_INLINE void mix(const Tile& tile, std::int64_t begin, std::int64_t low,
     }
 }
 
+// Asks memory for the lines with keys or values of the positions low .. high - 1.
+template <typename Cell>
+DRUMLINE_INLINE void fetch(const Tile& tile, const void* from, bool keys, std::int64_t low,
+                           std::int64_t high) {
+    const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;
+    const std::int64_t width = dim * static_cast<std::int64_t>(sizeof(Cell));
+    for (std::int64_t p = low; p < high;) {
+        const std::int64_t end = std::min(high, (p / size + 1) * size);
+        // Channel by channel a block's keys lie all over it; values lie one after the other.
+        const char* block = static_cast<const char*>(from) + tile.line(p) * width;
+        const char* first = keys ? block : block + p % size * width;
+        const char* last = keys ? block + size * width : first + (end - p) * width;
+        for (; first < last; first += 64) {
+            __builtin_prefetch(first, 0, 2);
+        }
+        p = end;
+    }
+}
+
 template <typename Cell>
 void attend_cells(Tile& tile, std::int64_t chunk) {
     const std::int64_t begin = chunk * chunk_keys;
-    std::int64_t low = begin + chunk_keys, high = begin;
-    for (int row = 0; row < tile.rows(); ++row) {
-        low = std::min(low, std::max(begin, tile.first[row]));
-        high = std::max(high, std::min(begin + chunk_keys, tile.last[row] + 1));
-    }
+    const auto [low, high] = tile.span(chunk);
     if (low >= high) {
         return;
     }
+    fetch<Cell>(tile, tile.cache->values, false, low, high);
     const std::int64_t padded = (high - begin + lanes - 1) / lanes * lanes;
     alignas(64) float scores[tile_rows * chunk_keys];
     Factors factors[tile_rows];
@@ -368,6 +384,10 @@ void attend_cells(Tile& tile, std::int64_t chunk) {
     }
     if constexpr (std::is_same_v<Cell, std::int8_t>) {
         scale_weights(tile, begin, low, high, scores);
+    }
+    if (tile.next != nullptr) {
+        const auto [from, to] = tile.next->span(tile.next_chunk);
+        fetch<Cell>(*tile.next, tile.cache->keys, true, from, to);
     }
     mix<Cell>(tile, begin, low, high, scores, factors);
 }
