@@ -20,11 +20,12 @@ std::size_t count_of(std::int64_t rows, std::int64_t width) {
     return static_cast<std::size_t>(rows * width);
 }
 
-// body(row) for each of `rows` rows. Few rows are done by the caller: waking others costs more.
+// body(row) for each of `rows` rows, `least` or more to a thread: few rows are done by the caller,
+// since handing them to others costs more.
 template <typename Body>
-void each_row(const Run& run, std::int64_t rows, const Body& body) {
+void each_row(const Run& run, std::int64_t rows, const Body& body, std::int64_t least = 4) {
     const std::int64_t most = run.threads > 1 ? 4 * run.threads : 1;
-    const int parts = static_cast<int>(std::max<std::int64_t>(1, std::min(rows / 4, most)));
+    const int parts = static_cast<int>(std::max<std::int64_t>(1, std::min(rows / least, most)));
     Pool::instance().run(run.threads, parts, [&](int part) {
         for (std::int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
             body(row);
@@ -76,21 +77,70 @@ void add_up(const Run& run, float* product, const float* bias, const float* resi
     });
 }
 
-// silu(gate) * up of rows of gate_up(x).
-float* gated(const Run& run, const Dense& gate_up, const Rows& in, std::int64_t rows) {
+// silu(gate) * up of columns begin .. end - 1 of rows of gate_up(x).
+void gate_columns(const Run& run, const Dense& gate_up, float* both, std::int64_t row,
+                  std::int64_t begin, std::int64_t end, float* out) {
     const RowKernels& kernels = row_kernels(run.space.path);
     const std::int64_t width = gate_up.outputs / 2;
-    float* both = run.space.scratch.gate_up.take(count_of(rows, 2 * width));
-    float* out = run.space.scratch.gated.take(count_of(rows, width));
+    float* gate = both + row * 2 * width + begin;
+    float* up = gate + width;
+    if (gate_up.bias != nullptr) {
+        kernels.add(gate, gate_up.bias + begin, end - begin, gate);
+        kernels.add(up, gate_up.bias + width + begin, end - begin, up);
+    }
+    kernels.silu_and_mul(gate, up, end - begin, out + row * width + begin);
+}
+
+// down(silu(gate) * up), where gate, up = gate_up(x), product by product.
+void gated_plainly(const Run& run, const Dense& gate_up, const Dense& down, const Rows& in,
+                   std::int64_t rows, float* product) {
+    Scratch& scratch = run.space.scratch;
+    const std::int64_t width = gate_up.outputs / 2;
+    float* both = scratch.gate_up.take(count_of(rows, 2 * width));
+    float* inner = scratch.gated.take(count_of(rows, width));
     gate_up.multiply(run, in.x, rows, in.stride, both, 2 * width);
     each_row(run, rows, [&](std::int64_t row) {
-        float* own = both + row * 2 * width;
-        if (gate_up.bias != nullptr) {
-            kernels.add(own, gate_up.bias, 2 * width, own);
-        }
-        kernels.silu_and_mul(own, own + width, width, out + row * width);
+        gate_columns(run, gate_up, both, row, 0, width, inner);
     });
-    return out;
+    down.multiply(run, inner, rows, width, product, down.outputs);
+}
+
+// The same bits. Who has multiplied some columns of gate and up goes on with them, up to the
+// integers of the second product: nothing of it is left to one thread, and all is still at hand.
+void gated(const Run& run, const Dense& gate_up, const Dense& down, const Rows& in,
+           std::int64_t rows, float* product) {
+    constexpr std::int64_t unit = 2 * group_outputs;  // a block of the second product's columns
+    const std::int64_t width = gate_up.outputs / 2;
+    const PackedLinear& first = *gate_up.parts.front();
+    const PackedLinear& second = *down.parts.front();
+    const bool whole = gate_up.parts.size() == 1 && down.parts.size() == 1 && width % unit == 0;
+    if (!whole || !first.quantized() || !second.quantized() || rows == 0) {
+        return gated_plainly(run, gate_up, down, in, rows, product);
+    }
+    const Path path = run.space.path;
+    const bool fine = run.space.fine;
+    Activations& outer = run.space.outer;
+    Activations& inner = run.space.inner;
+    float* both = run.space.scratch.gate_up.take(count_of(rows, 2 * width));
+    float* between = run.space.scratch.gated.take(count_of(rows, width));
+    outer.quantize(in.x, rows, gate_up.columns, in.stride, first.layout(path, fine), run.threads,
+                   path);
+    inner.prepare(rows, width, second.layout(path, fine));
+    const std::int64_t units = width / unit, groups = width / group_outputs;
+    const int parts =
+        static_cast<int>(std::min<std::int64_t>(units, run.threads > 1 ? 4 * run.threads : 1));
+    Pool::instance().run(run.threads, parts, [&](int part) {
+        const std::int64_t begin = units * part / parts, end = units * (part + 1) / parts;
+        for (const std::int64_t from : {std::int64_t{0}, groups}) {
+            first.multiply_groups(from + 2 * begin, from + 2 * end, nullptr, rows, 0, outer, both,
+                                  2 * width, path, fine);
+        }
+        for (std::int64_t row = 0; row < rows; ++row) {
+            gate_columns(run, gate_up, both, row, begin * unit, end * unit, between);
+        }
+        inner.quantize_blocks(between, width, begin, end, path);
+    });
+    second.multiply(inner, product, down.outputs, run.threads, path, fine);
 }
 
 // One token's q, k, v: bias, norm per head, rope; keys and values go to their slot.
@@ -209,8 +259,7 @@ void Experts::outputs(const Run& run, const float* x, std::int64_t rows, const s
             for (std::int64_t at = 0; at < some; ++at) {
                 std::memcpy(gathered + at * hidden, x + of[at] / per_token * hidden, bytes);
             }
-            const float* inner = gated(run, weights.gate_up, {gathered, hidden}, some);
-            weights.down.multiply(run, inner, some, weights.down.columns, product, hidden);
+            gated(run, weights.gate_up, weights.down, {gathered, hidden}, some, product);
             for (std::int64_t at = 0; at < some; ++at) {
                 std::memcpy(out + of[at] * hidden, product + at * hidden, bytes);
             }
@@ -234,9 +283,12 @@ void attend_block(const Run& run, const Attention& weights, const KVCache& cache
         const Rows in = normed(run, weights.norm, weights.eps, x + token * x_stride, count,
                                weights.qkv.columns, x_stride);
         weights.qkv.multiply(run, in.x, count, in.stride, qkv + token * width, width);
-        each_row(run, count, [&](std::int64_t row) {
-            projection.finish(qkv + (token + row) * width, token + row);
-        });
+        each_row(
+            run, count,
+            [&](std::int64_t row) {
+                projection.finish(qkv + (token + row) * width, token + row);
+            },
+            1);
     });
     float* mixed = scratch.mixed.take(count_of(tokens, mixed_width));
     AttentionJob job;
@@ -258,13 +310,12 @@ void attend_block(const Run& run, const Attention& weights, const KVCache& cache
 
 void dense_block(const Run& run, const FeedForward& weights, const float* x, std::int64_t rows,
                   const float* residual, float* out) {
-    const std::int64_t hidden = weights.gate_up.columns, width = weights.down.columns;
+    const std::int64_t hidden = weights.gate_up.columns;
     each_tile(rows, [&](std::int64_t row, std::int64_t count) {
         const Rows in =
             normed(run, weights.norm, weights.eps, x + row * hidden, count, hidden, hidden);
-        const float* inner = gated(run, weights.gate_up, in, count);
         float* product = run.space.scratch.product.take(count_of(count, hidden));
-        weights.down.multiply(run, inner, count, width, product, hidden);
+        gated(run, weights.gate_up, weights.down, in, count, product);
         const float* before = residual == nullptr ? nullptr : residual + row * hidden;
         add_up(run, product, weights.down.bias, before, count, hidden, out + row * hidden);
     });

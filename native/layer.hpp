@@ -28,6 +28,8 @@ public:
     const Path path;
     const bool fine;  // see PackedLinear::multiply
     Scratch scratch;
+    Activations outer;  // of what a feed-forward takes in
+    Activations inner;  // of what its second product does
     std::mutex busy;
 };
 

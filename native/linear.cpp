@@ -51,6 +51,10 @@ KernelChoice choice(Path path) {
     throw std::invalid_argument("unknown path");
 }
 
+RowQuantizer row_quantizer(Path path) {
+    return path == Path::portable ? portable::quantize_blocks : avx2::quantize_blocks;
+}
+
 std::int64_t number_bytes(Numbers numbers) {
     switch (numbers) {
         case Numbers::none:
@@ -139,9 +143,8 @@ Path path_by_name(const std::string& name) {
 
 Path best_path() { return path_by_name(available_paths().front()); }
 
-void Activations::quantize(const float* x, std::int64_t row_count, std::int64_t width,
-                           std::int64_t x_stride, const ActivationLayout& wanted, int threads,
-                           Path path) {
+void Activations::prepare(std::int64_t row_count, std::int64_t width,
+                          const ActivationLayout& wanted) {
     rows = row_count;
     columns = width;
     layout = wanted;
@@ -160,19 +163,31 @@ void Activations::quantize(const float* x, std::int64_t row_count, std::int64_t 
         room(far, rows * blocks * layout.halves);
         room(far_line, rows * blocks * layout.halves);
     }
-    const RowQuantizer quantize_row =
-        path == Path::portable ? portable::quantize_row : avx2::quantize_row;
+}
+
+void Activations::quantize_blocks(const float* x, std::int64_t x_stride, std::int64_t first,
+                                  std::int64_t last, Path path) {
+    const RowQuantizer quantizer = row_quantizer(path);
+    for (std::int64_t r = 0; r < rows; ++r) {
+        quantizer(x + r * x_stride, r, first, last, *this);
+    }
+}
+
+void Activations::quantize(const float* x, std::int64_t row_count, std::int64_t width,
+                           std::int64_t x_stride, const ActivationLayout& wanted, int threads,
+                           Path path) {
+    prepare(row_count, width, wanted);
     // Rows are quantized apart from each other, so who does which does not matter.
     const int parts = rows >= 8 ? threads : 1;
     struct Job {
         const float* x;
         std::int64_t x_stride;
-        RowQuantizer quantize_row;
+        RowQuantizer quantizer;
         int parts;
-    } const job{x, x_stride, quantize_row, parts};
+    } const job{x, x_stride, row_quantizer(path), parts};
     const auto body = [this, &job](int part) {
         for (std::int64_t r = rows * part / job.parts; r < rows * (part + 1) / job.parts; ++r) {
-            job.quantize_row(job.x + r * job.x_stride, layout, r, *this);
+            job.quantizer(job.x + r * job.x_stride, r, 0, columns / block_columns, *this);
         }
     };
     Pool::instance().run(threads, parts, body);
@@ -257,6 +272,17 @@ void PackedLinear::multiply(const float* x, std::int64_t rows, std::int64_t x_st
     if (quantized()) {
         activations.quantize(x, rows, columns_, x_stride, layout(path, fine), threads, path);
     }
+    multiply_all(x, rows, x_stride, activations, out, out_stride, threads, path, fine);
+}
+
+void PackedLinear::multiply(const Activations& activations, float* out, std::int64_t out_stride,
+                            int threads, Path path, bool fine) const {
+    multiply_all(nullptr, activations.rows, 0, activations, out, out_stride, threads, path, fine);
+}
+
+void PackedLinear::multiply_all(const float* x, std::int64_t rows, std::int64_t x_stride,
+                                const Activations& activations, float* out,
+                                std::int64_t out_stride, int threads, Path path, bool fine) const {
     // A few parts more than threads: who comes late, or is held up, gets fewer.
     const int parts =
         static_cast<int>(std::min<std::int64_t>(groups_, threads > 1 ? 4 * threads : 1));

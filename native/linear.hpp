@@ -64,6 +64,12 @@ public:
     void quantize(const float* x, std::int64_t rows, std::int64_t columns, std::int64_t x_stride,
                   const ActivationLayout& layout, int threads, Path path);
 
+    // The same in two steps: room for all, then blocks first .. last - 1 of every row. Blocks are
+    // quantized apart from each other, so several threads may have some each.
+    void prepare(std::int64_t rows, std::int64_t columns, const ActivationLayout& layout);
+    void quantize_blocks(const float* x, std::int64_t x_stride, std::int64_t first,
+                         std::int64_t last, Path path);
+
     std::int64_t rows = 0;
     std::int64_t columns = 0;
     ActivationLayout layout;
@@ -93,6 +99,10 @@ public:
     void multiply(const float* x, std::int64_t rows, std::int64_t x_stride, float* out,
                   std::int64_t out_stride, int threads, Path path, bool fine) const;
 
+    // The same with activations that are ready, in the layout that `layout` says.
+    void multiply(const Activations& activations, float* out, std::int64_t out_stride, int threads,
+                  Path path, bool fine) const;
+
     // The same in two steps, for callers that share activations between weights or split the groups
     // over threads themselves. `x` and `x_stride` are read by plain weights only, `activations` by
     // quantized ones only; its layout must be `layout(path, fine)`.
@@ -111,6 +121,10 @@ public:
     std::size_t nbytes() const { return bytes_.size(); }
 
 private:
+    void multiply_all(const float* x, std::int64_t rows, std::int64_t x_stride,
+                      const Activations& activations, float* out, std::int64_t out_stride,
+                      int threads, Path path, bool fine) const;
+
     WeightKind kind_;
     std::int64_t outputs_;
     std::int64_t columns_;

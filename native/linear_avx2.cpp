@@ -504,12 +504,13 @@ Kernels kernels(WeightKind kind, bool fine) {
     return {};
 }
 
-DRUMLINE_AVX2 void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t row,
-                                Activations& to) {
+DRUMLINE_AVX2 void quantize_blocks(const float* x, std::int64_t row, std::int64_t begin,
+                                   std::int64_t end, Activations& to) {
+    const ActivationLayout& layout = to.layout;
     const RowPlace place(to, layout, row);
-    const std::int64_t blocks = to.columns / block_columns;
+    x += begin * block_columns;
     const bool split = layout.fine && layout.numbers == Numbers::bytes;
-    for (std::int64_t b = 0; b < blocks; ++b, x += block_columns) {
+    for (std::int64_t b = begin; b < end; ++b, x += block_columns) {
         const std::int64_t at = place.block(b);
         const Peaks peaks = Peaks::of(x);
         const BlockScale block(peaks.largest, peaks.others, layout.fine);
@@ -541,9 +542,9 @@ DRUMLINE_AVX2 void quantize_row(const float* x, const ActivationLayout& layout, 
 
 namespace drumline::avx2 {
 Kernels kernels(WeightKind kind, bool fine) { return portable::kernels(kind, fine); }
-void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t row,
-                  Activations& to) {
-    portable::quantize_row(x, layout, row, to);
+void quantize_blocks(const float* x, std::int64_t row, std::int64_t first, std::int64_t last,
+                     Activations& to) {
+    portable::quantize_blocks(x, row, first, last, to);
 }
 }  // namespace drumline::avx2
 

@@ -155,17 +155,20 @@ struct BlockScale {
     }
 };
 
-using RowQuantizer = void (*)(const float* x, const ActivationLayout& layout, std::int64_t row,
-                              Activations& to);
+// Blocks first .. last - 1 of a row that begins at x.
+using RowQuantizer = void (*)(const float* x, std::int64_t row, std::int64_t first,
+                              std::int64_t last, Activations& to);
 
 namespace portable {
 Kernels kernels(WeightKind kind, bool fine);
-void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t row, Activations& to);
+void quantize_blocks(const float* x, std::int64_t row, std::int64_t first, std::int64_t last,
+                     Activations& to);
 }  // namespace portable
 
 namespace avx2 {
 Kernels kernels(WeightKind kind, bool fine);
-void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t row, Activations& to);
+void quantize_blocks(const float* x, std::int64_t row, std::int64_t first, std::int64_t last,
+                     Activations& to);
 }  // namespace avx2
 
 namespace avx512_vnni {

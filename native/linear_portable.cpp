@@ -225,12 +225,13 @@ Kernels kernels(WeightKind kind, bool fine) {
     return {};
 }
 
-void quantize_row(const float* x, const ActivationLayout& layout, std::int64_t row,
-                  Activations& to) {
+void quantize_blocks(const float* x, std::int64_t row, std::int64_t begin,
+                     std::int64_t end, Activations& to) {
+    const ActivationLayout& layout = to.layout;
     const RowPlace place(to, layout, row);
-    const std::int64_t blocks = to.columns / block_columns;
+    x += begin * block_columns;
     const int width = block_columns / layout.halves;
-    for (std::int64_t b = 0; b < blocks; ++b, x += block_columns) {
+    for (std::int64_t b = begin; b < end; ++b, x += block_columns) {
         const std::int64_t at = place.block(b);
         // Compared as bits: infinity and what is no number are the largest.
         std::int32_t largest = 0, others = 0;
