@@ -463,22 +463,79 @@ std::int64_t token_at(const DrawJob& job, std::int64_t place) {
     return job.table == nullptr ? place : job.table[place];
 }
 
-std::int64_t draw_kept(const DrawJob& job, const std::vector<std::int32_t>& kept) {
-    Best best;
-    for (const std::int32_t place : kept) {
-        const double value = sharpened(job, place);
-        if (value >= -noise_reach()) {
-            best.offer(value + gumbel(bits_of(job, token_at(job, place))), place);
-        }
-    }
-    return best.place;
-}
-
 // Bits below this give less noise than `noise`: g = -log(-log u) >= noise and 1 - u <= -log u need
 // 1 - u <= exp(-noise).
 std::uint32_t bits_needed(double noise) {
     const double tail = std::ceil(exp1d(std::min(1e-3 - noise, 0.0)) * 0x1p32);
     return tail >= 4294967295.0 ? 0 : 0xFFFFFFFFU - static_cast<std::uint32_t>(tail);
+}
+
+// Least bits that could carry a token so many whole nats behind the maximum past a score.
+struct Thresholds {
+    static constexpr int depths = 32;
+    std::uint64_t least[depths];
+
+    explicit Thresholds(double score) {
+        for (int depth = 0; depth < depths; ++depth) {
+            least[depth] = bits_needed(score + depth);
+        }
+    }
+    std::uint64_t at(double behind) const {
+        return least[static_cast<int>(std::min(behind, depths - 1.0))];
+    }
+};
+
+double score_of(const DrawJob& job, std::int64_t place) {
+    return sharpened(job, place) + gumbel(bits_of(job, token_at(job, place)));
+}
+
+// The bits of eight places at a time, and logarithms only where those could carry it past one of
+// the first scores.
+DRUMLINE_INLINE std::int64_t draw_kept(const DrawJob& job, const std::vector<std::int32_t>& kept) {
+    constexpr std::size_t tried = 16;
+    Best best;
+    if (kept.size() <= 2 * tried) {
+        for (const std::int32_t place : kept) {
+            if (sharpened(job, place) >= -noise_reach()) {
+                best.offer(score_of(job, place), place);
+            }
+        }
+        return best.place;
+    }
+    double first = -infinity;
+    std::size_t scores = 0;
+    for (std::size_t at = 0; at < kept.size() && scores < tried; ++at) {
+        if (sharpened(job, kept[at]) >= -3.0) {
+            first = std::max(first, score_of(job, kept[at]));
+            ++scores;
+        }
+    }
+    const Thresholds thresholds(first);
+    const double reach = noise_reach();
+    for (std::size_t begin = 0; begin < kept.size(); begin += lanes) {
+        const std::size_t count = std::min<std::size_t>(lanes, kept.size() - begin);
+        std::uint64_t token[lanes] = {0};
+        v8l c[4];
+        for (std::size_t lane = 0; lane < count; ++lane) {
+            token[lane] = static_cast<std::uint64_t>(token_at(job, kept[begin + lane]));
+        }
+        for (int lane = 0; lane < lanes; ++lane) {
+            c[0][lane] = token[lane] / words_per_block;
+        }
+        c[1] = v8l{} + job.position;
+        c[2] = v8l{} + job.sample;
+        c[3] = v8l{} + job.purpose;
+        philox(c, job.key);
+        for (std::size_t lane = 0; lane < count; ++lane) {
+            const std::int64_t place = kept[begin + lane];
+            const double value = sharpened(job, place);
+            const std::uint64_t bits = c[token[lane] % words_per_block][lane];
+            if (value >= -reach && bits >= thresholds.at(-value)) {
+                best.offer(value + gumbel(static_cast<std::uint32_t>(bits)), place);
+            }
+        }
+    }
+    return best.place;
 }
 
 // The largest logit of places begin .. begin + 32, as far as there are.
@@ -505,16 +562,12 @@ DRUMLINE_INLINE float peak_of(const DrawJob& job, std::int64_t begin) {
 // The whole vocabulary, eight counter blocks at a time: bits only where the noise could carry the
 // largest logit among them past the best so far, logarithms only where the bits do.
 DRUMLINE_INLINE std::int64_t draw_all(const DrawJob& job, std::vector<std::int32_t>& near) {
-    constexpr int depths = 32;
     near.clear();
     collect(job, logit_at(job, 3.0 / std::max(job.sharpening, 1.0)), near);
     const std::int64_t first = draw_kept(job, near);
-    const double most = sharpened(job, first) + gumbel(bits_of(job, token_at(job, first)));
+    const double most = score_of(job, first);
     const double noise_most = gumbel(0xFFFFFFFFU) + 1e-3;
-    std::uint64_t least[depths];
-    for (int depth = 0; depth < depths; ++depth) {
-        least[depth] = bits_needed(most + depth);
-    }
+    const Thresholds thresholds(most);
     Best best;
     for (std::int64_t begin = 0; begin < job.count; begin += lanes * words_per_block) {
         const double behind = (job.maximum - static_cast<double>(peak_of(job, begin))) /
@@ -522,7 +575,7 @@ DRUMLINE_INLINE std::int64_t draw_all(const DrawJob& job, std::vector<std::int32
         if (!(most + behind <= noise_most)) {
             continue;
         }
-        const std::uint64_t needed = least[static_cast<int>(std::min(behind, depths - 1.0))];
+        const std::uint64_t needed = thresholds.at(behind);
         v8l c[4];
         for (int lane = 0; lane < lanes; ++lane) {
             c[0][lane] = static_cast<std::uint64_t>(begin / words_per_block + lane);
