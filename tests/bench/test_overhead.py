@@ -17,7 +17,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "draft_length": "static
 
 
 def open_llm(path: Path, **settings: object) -> LLM:
-    return LLM(model=str(path), max_model_len=64, threads=1, max_num_seqs=2, **settings)
+    return LLM(model=str(path), max_model_len=128, threads=1, max_num_seqs=2, **settings)
 
 
 def test_steps_in_which_all_decode_are_counted_and_nothing_stays_attached(
@@ -72,7 +72,7 @@ def test_the_command_prints_both_shares(
     tiny_path: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tiny_path("llama", 3, vocab=96, hidden=32, layers=2)
-    arguments = ["bench", "overhead", "--model", str(path), "--max-model-len", "64"]
+    arguments = ["bench", "overhead", "--model", str(path), "--max-model-len", "128"]
     arguments += ["--batch-size", "1", "--output-len", "6", "--num-iters", "1", "--threads", "1"]
     assert main([*arguments, "--spec-method", "ngram", "--spec-tokens", "2"]) == 0
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]

@@ -22,7 +22,7 @@ from drumline.core.errors import UsageError
 from drumline.core.params import SamplingParams
 from drumline.core.plan import StepPlan, StepResult
 from drumline.engine.core import EngineCore
-from drumline.engine.llm import LLM, Interrupt
+from drumline.engine.llm import LLM, Interrupt, PromptLike
 
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=1, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -167,11 +167,10 @@ def decode_steps(
     """The steps of ``requests`` equal requests in which all of them decode."""
     core = llm.core
     assert isinstance(core, EngineCore)
-    vocab = core.facts.limits.vocab_size
-    prompts = [
-        tuple((7919 * (row + 1) + 104729 * number + 31 * at) % vocab for at in range(32))
-        for row in range(requests)
-    ]
+    texts = [f"Tell me fact {number}.{row} about the sea and the sky." for row in range(requests)]
+    prompts: list[PromptLike] = list(texts)
+    if core.tokenizer.has_chat_template:  # what is drawn from random tokens is like no text
+        prompts = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     watch = Stopwatch(core)
     with watch.attached(requests):
         last, step = time.perf_counter(), core.counters.steps
