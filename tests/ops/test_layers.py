@@ -21,11 +21,13 @@ from drumline.ops.base import (
     FeedForwardWeights,
     KVCache,
     LayerWeights,
+    Linear,
     MoeWeights,
     Ops,
     PagedBatch,
     RopeTable,
 )
+from drumline.ops.quantize import quantize
 from drumline.ops.weights import WeightTensor
 
 if not native_available():
@@ -219,6 +221,50 @@ def test_shares_of_ranks_meet_between_product_and_residual(backend: str, name: s
         x = ops.add(x, ops.attend(x, stack, index, batch, world.cache))
         x = ops.add(x, ops.feed_forward(x, stack, index))
     assert torch.equal(x, whole)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("width", [32, 352, 40])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gated_block_has_the_bits_of_its_products(path: str, width: int, bias: bool) -> None:
+    """Of quantized weights, where each thread goes on with its own columns of gate and up from one
+    product into the next, if they are whole blocks of it (not of 40 columns: those are plain)."""
+    ops, draw = NativeOps(path=path), torch.Generator().manual_seed(width)
+
+    def stacked(kind: str, columns: int, *outputs: int) -> Linear:
+        some = [torch.randn((n, columns), generator=draw) for n in outputs]
+        packed = [one if kind == "F32" else quantize(kind, one) for one in some]
+        weights = [
+            WeightTensor("w", (n, columns), kind, data)
+            for n, data in zip(outputs, packed, strict=True)
+        ]
+        return ops.load_linear(weights, torch.randn(sum(outputs), generator=draw) if bias else None)
+
+    attention = AttentionWeights(
+        norm=None,
+        qkv=stacked("F32", 64, 32, 32, 32),
+        o=stacked("F32", 32, 64),
+        heads=2,
+        kv_heads=2,
+        head_dim=DIM,
+        eps=1e-5,
+    )
+    gate_up = stacked("Q4_1", 64, width, width)
+    down = stacked("Q8_0" if width % 32 == 0 else "F32", width, 64)
+    norm = torch.rand(64, generator=draw)
+    block = FeedForwardWeights(norm, gate_up, down, 1e-5)
+    rope = RopeTable(torch.ones(1, DIM // 2), torch.zeros(1, DIM // 2))
+    stack = ops.load_stack([LayerWeights(attention, block)], rope)
+    x = torch.randn((21, 64), generator=draw)
+    inner = ops.silu_and_mul(ops.norm_linear(x, norm, 1e-5, gate_up))
+    expected = ops.add(x, ops.linear(inner, down))
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 3, 8, 21):
+            out = ops.feed_forward(x[:rows], stack, 0, x[:rows])
+            assert torch.equal(out, expected[:rows])
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
