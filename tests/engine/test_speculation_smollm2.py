@@ -10,7 +10,7 @@ import pytest
 
 from drafting.world import Signature, signature
 from drumline.core.params import SamplingParams
-from drumline.drafting.shipped import HEADS, shipped_head
+from drumline.drafting.shipped import best_method, shipped_head
 from drumline.engine.llm import LLM
 from drumline.models.checkpoint import open_checkpoint
 
@@ -31,9 +31,12 @@ JOBS = [
     for seed, prompt in enumerate(PROMPTS)
     for sampling in SAMPLING
 ]
-METHODS: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_min": 2}, "suffix": {}}
-if HEADS.joinpath("smollm2-mtp", "config.json").exists():
-    METHODS["mtp"] = {}
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"prompt_lookup_min": 2},
+    "suffix": {},
+    "mtp": {},
+    "eagle3": {},
+}
 
 
 def engine(path: Path, **settings: Any) -> LLM:
@@ -47,8 +50,12 @@ def alone(smollm2_path: Path) -> list[Signature]:
 
 
 def test_what_ships_for_the_model_is_among_the_methods(smollm2_path: Path) -> None:
-    head = shipped_head("mtp", open_checkpoint(smollm2_path).config, str(smollm2_path))
-    assert (head is not None) == ("mtp" in METHODS)
+    config = open_checkpoint(smollm2_path).config
+    for method in ("eagle3", "mtp"):
+        head = shipped_head(method, config, str(smollm2_path))
+        assert head is not None
+        assert sum(file.stat().st_size for file in head.iterdir()) < 10_000_000
+    assert best_method(config, str(smollm2_path)) == "eagle3"
 
 
 @pytest.mark.parametrize("draft_length", ["static", "adaptive"])
