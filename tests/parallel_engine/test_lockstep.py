@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from drumline.core.errors import ConfigError
+from drumline.core.ledger import CAPACITY, Ledger, parse_ring, size_of
 from drumline.core.request import PositionLogprobs, TokenLogprob
 from drumline.engine.core import EngineCore
 from drumline.engine.fleet_core import FleetCore
@@ -20,6 +22,7 @@ from parallel_engine.layouts import (
     JOBS,
     Case,
     Layouts,
+    check_alike,
     check_close,
     name_of,
     write_model,
@@ -40,6 +43,35 @@ def test_every_layout_gives_the_bits_of_one_rank(
     fleets: Fleets, layouts: Layouts, case: Case
 ) -> None:
     layouts.check(case)
+
+
+def ledgers(*agreements: int, sizes: Sequence[int]) -> Any:
+    """An engine as far as its logs go: each rank issued one operation of each size over ep, and
+    exchanged as often as said before it."""
+    rings = []
+    for rank, count in enumerate(agreements):
+        memory = bytearray(size_of(CAPACITY))
+        ledger = Ledger(memory, rank)
+        for step, size in enumerate(sizes):
+            ledger.begin(0, step)
+            for group in ("agreement",) * count + ("ep",):
+                ledger.complete(ledger.issue("all_gather", group, (size,), "float32"))
+        if rank == 1 and sizes[-1] == 0:  # one that parts from the others
+            ledger.complete(ledger.issue("all_gather", "ep", (5,), "float32"))
+        rings.append(parse_ring(bytes(memory)))
+    return SimpleNamespace(ranks=SimpleNamespace(ring=rings.__getitem__))
+
+
+def test_logs_are_compared_also_where_ledgers_have_run_over() -> None:
+    check_alike(ledgers(1, 1, sizes=(1, 2, 3)), "ep", (0, 1))
+    with pytest.raises(AssertionError, match="differ in length"):
+        check_alike(ledgers(1, 1, sizes=(1, 2, 0)), "ep", (0, 1))
+    many = [1 + at % 9 for at in range(CAPACITY)]
+    check_alike(ledgers(0, 1, sizes=many), "ep", (0, 1))
+    with pytest.raises(AssertionError, match="logs over ep differ"):
+        check_alike(ledgers(0, 1, sizes=[*many, 0]), "ep", (0, 1))
+    with pytest.raises(AssertionError, match="nothing over tp"):
+        check_alike(ledgers(0, 0, sizes=many), "tp", (0, 1))
 
 
 @pytest.mark.parametrize("tp", [3, 4])
