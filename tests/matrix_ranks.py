@@ -202,7 +202,8 @@ adaptive one. Every combination starts an engine, and is held against one rank w
 *miniature* has ten requests and runs on reference operations. *smollm2* is SmolLM2-135M-Instruct as
 a mixture of eight (`drumline upcycle --experts 8 --mtp`) on native operations, with six requests of
 text, its own MTP head and a draft model of its first two layers; on reference operations, which
-take half a second a step, it runs a selection.
+take half a second a step, it runs a selection. Of each model the cases in which every two values of
+dp and tp, experts, method and length meet run first, then the others.
 
 """
 TABLE = """| | equal | differ | not run | steps | drafted | accepted |
