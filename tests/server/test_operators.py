@@ -78,7 +78,7 @@ def test_what_runs_may_finish_until_a_second_signal(long_tiny: Path) -> None:
         ThreadPoolExecutor(4) as pool,
     ):
         short = pool.submit(
-            httpx.post, f"{server.url}{COMPLETION}", json={**LONG, "max_tokens": 400}, timeout=60
+            httpx.post, f"{server.url}{COMPLETION}", json={**LONG, "max_tokens": 2000}, timeout=60
         )
         long = pool.submit(ask, server, True)
         server.wait_running(2)
@@ -143,7 +143,7 @@ def test_a_frozen_engine_is_named_within_the_deadline_and_ended(long_tiny: Path)
 def test_a_watchdog_that_observes_reports_and_waits(long_tiny: Path) -> None:
     arguments = ("--step-timeout-seconds", "0.5", "--watchdog", "observe")
     with Server(str(long_tiny), *arguments) as server, ThreadPoolExecutor(1) as pool:
-        body = {**LONG, "max_tokens": 500}
+        body = {**LONG, "max_tokens": 5000}
         asked = pool.submit(httpx.post, f"{server.url}{COMPLETION}", json=body, timeout=60)
         server.wait_running()
         os.kill(server.engine_pid, signal.SIGSTOP)
@@ -160,7 +160,7 @@ def test_a_watchdog_that_observes_reports_and_waits(long_tiny: Path) -> None:
         assert not asked.done()
         os.kill(server.engine_pid, signal.SIGCONT)
         wait_until(good, 10.0)
-        assert asked.result(60.0).json()["usage"]["completion_tokens"] == 500
+        assert asked.result(60.0).json()["usage"]["completion_tokens"] == 5000
 
 
 def test_the_engine_does_not_outlive_its_server(long_tiny: Path) -> None:
