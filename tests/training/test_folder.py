@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def trained(plan: Plan, target: Target) -> Path:
     return plan.output
 
 
-def own_drafts(folder: Path, method: str, target: Target) -> tuple[int, ...]:
+def own_drafts(folder: Path, method: str, target: Target, **form: Any) -> tuple[int, ...]:
     """The greedy chain after `TOKENS` by the training module, its drafts fed back to it."""
     tensors = load_file(folder / "model.safetensors")
     size = target.config.vocab_size
@@ -47,7 +49,7 @@ def own_drafts(folder: Path, method: str, target: Target) -> tuple[int, ...]:
         d2t = tensors.pop("d2t")
         del tensors["t2d"]
         vocabulary = DraftVocabulary(d2t + torch.arange(len(d2t)), size)
-    head = build_head(method, target, vocabulary, 0)
+    head = build_head(method, target, vocabulary, 0, **form)
     prefix = head.prefix
     head.load_state_dict({name.removeprefix(prefix): t.float() for name, t in tensors.items()})
     taps = taps_of(method, target.config.num_hidden_layers)
@@ -69,18 +71,34 @@ def own_drafts(folder: Path, method: str, target: Target) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("method", "size"), [("mtp", 80), ("mtp", None), ("eagle3", 80), ("eagle3", None)]
+    ("method", "size", "form"),
+    [
+        ("mtp", 80, {}),
+        ("mtp", None, {"intermediate_size": 40}),
+        ("eagle3", 80, {}),
+        ("eagle3", None, {}),
+        ("eagle3", 80, {"share_head": True, "intermediate_size": 40}),
+        ("eagle3", None, {"share_head": True}),
+    ],
 )
 def test_the_engine_drafts_what_training_drafts(
-    method: str, size: int | None, make_plan: Callable[..., Plan], target: Target
+    method: str,
+    size: int | None,
+    form: dict[str, Any],
+    make_plan: Callable[..., Plan],
+    target: Target,
 ) -> None:
-    folder = trained(make_plan(method, epochs=6, draft_vocab_size=size), target)
+    plan = replace(make_plan(method, epochs=6, draft_vocab_size=size), **form)
+    folder = trained(plan, target)
+    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == (
+        method == "eagle3" and not form.get("share_head")
+    )
     with torch.inference_mode():
         world = build(method, target.checkpoint.path, folder)
         sequence = world.sequence(TOKENS)
         world.step([Piece(sequence, 6, samples=False)], K)
         (drafts,) = world.step([Piece(sequence, len(TOKENS) - 7, k=K)], K)
-        assert drafts == own_drafts(folder, method, target)
+        assert drafts == own_drafts(folder, method, target, **form)
 
 
 def test_the_measured_length_is_what_the_engine_reaches(

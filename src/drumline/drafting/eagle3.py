@@ -62,7 +62,7 @@ from drumline.drafting.neural import (
 from drumline.drafting.shipped import find_shipped
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.config import ArchitectureConfig, Fields
-from drumline.models.layers import ModelOutput
+from drumline.models.layers import HEAD, ModelOutput
 from drumline.models.moe import split_fused_experts
 from drumline.models.rope import build_rope
 from drumline.ops.base import KVCache, Linear, PagedBatch
@@ -71,7 +71,6 @@ from drumline.ops.weights import WeightTensor
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING = "embed_tokens.weight"
-HEAD = "lm_head.weight"
 HIDDEN_NORM = f"{LAYER}0.hidden_norm.weight"
 _FLAT_KEYS = (
     TYPE,

@@ -1,7 +1,7 @@
 """Going on from a head that is there: its weights, and what its card says of its making.
 
-Refuses a head of another form; which tokens it drafted does not matter to an mtp head, whose rows
-are the target's, and must be the same for an eagle3 head, whose rows are its own.
+Refuses a head of another form; which tokens it drafted does not matter to a head whose rows are the
+target's, and must be the same for an eagle3 head with rows of its own.
 """
 
 from __future__ import annotations
