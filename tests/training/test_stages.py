@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from drumline.core.errors import CheckpointError
+from drumline.cli.main import main
+from drumline.core.errors import CheckpointError, ConfigError
 from drumline.engine.llm import LLM
 from drumline.training import pipeline
 from drumline.training.block import Memory
@@ -196,3 +197,27 @@ def test_what_quotes_a_held_out_answer_is_not_trained_on() -> None:
             assert all(quote is not other for other in train)
         else:
             assert id(quote) in left
+
+
+def test_an_mtp_head_has_no_rows_to_share(make_plan: Callable[..., Plan], target: Target) -> None:
+    plan = replace(make_plan("mtp"), share_head=True)
+    with pytest.raises(ConfigError, match="share_head=True: an mtp head has no rows of its own"):
+        pipeline.begin(plan, target)
+    assert not plan.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("copy_weight", "-1"),
+        ("copy_weight", "inf"),
+        ("copy_weight", "nan"),
+        ("intermediate_size", "0"),
+    ],
+)
+def test_numbers_that_train_nothing_are_refused(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "eagle3", "--target", "none", "--output", str(tmp_path / "head")]
+    assert main([*arguments, f"--{flag.replace('_', '-')}", value]) == 2
+    assert f"{flag}=" in capsys.readouterr().err
