@@ -58,5 +58,6 @@ inline void expect(bool kept, const std::string& what) {
 void linears(Random& random);
 void layers(Random& random);
 void rows(Random& random);
+void pool(Random& random);
 
 }  // namespace drumline::fuzz

@@ -19,7 +19,8 @@ int main(int argc, char** argv) {
     };
     const Area areas[] = {{"linears", drumline::fuzz::linears},
                           {"layers", drumline::fuzz::layers},
-                          {"rows", drumline::fuzz::rows}};
+                          {"rows", drumline::fuzz::rows},
+                          {"pool", drumline::fuzz::pool}};
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
     std::uint64_t rounds = 0;
     do {
