@@ -41,25 +41,6 @@ void each_tile(std::int64_t rows, const Body& body) {
     }
 }
 
-// Rows as a product takes them: normed if there is a norm, else as they are.
-struct Rows {
-    const float* x;
-    std::int64_t stride;
-};
-
-Rows normed(const Run& run, const float* norm, float eps, const float* x, std::int64_t rows,
-            std::int64_t width, std::int64_t stride) {
-    if (norm == nullptr) {
-        return {x, stride};
-    }
-    const RowKernels& kernels = row_kernels(run.space.path);
-    float* out = run.space.scratch.normed.take(count_of(rows, width));
-    each_row(run, rows, [&](std::int64_t row) {
-        kernels.rms_norm(x + row * stride, width, norm, eps, out + row * width);
-    });
-    return {out, width};
-}
-
 // product [rows, width] + bias + residual → out; the last two may be null.
 void add_up(const Run& run, float* product, const float* bias, const float* residual,
             std::int64_t rows, std::int64_t width, float* out) {
@@ -92,39 +73,38 @@ void gate_columns(const Run& run, const Dense& gate_up, float* both, std::int64_
 }
 
 // down(silu(gate) * up), where gate, up = gate_up(x), product by product.
-void gated_plainly(const Run& run, const Dense& gate_up, const Dense& down, const Rows& in,
-                   std::int64_t rows, float* product) {
+void gated_plainly(const Run& run, const Dense& gate_up, const Dense& down, const Intake& in,
+                   float* product) {
     Scratch& scratch = run.space.scratch;
-    const std::int64_t width = gate_up.outputs / 2;
+    const std::int64_t rows = in.rows, width = gate_up.outputs / 2;
     float* both = scratch.gate_up.take(count_of(rows, 2 * width));
     float* inner = scratch.gated.take(count_of(rows, width));
-    gate_up.multiply(run, in.x, rows, in.stride, both, 2 * width);
+    gate_up.multiply(run, in, both, 2 * width);
     each_row(run, rows, [&](std::int64_t row) {
         gate_columns(run, gate_up, both, row, 0, width, inner);
     });
-    down.multiply(run, inner, rows, width, product, down.outputs);
+    down.multiply(run, down.take_in(run, nullptr, 0.0F, inner, rows, width), product,
+                  down.outputs);
 }
 
 // The same bits. Who has multiplied some columns of gate and up goes on with them, up to the
 // integers of the second product: nothing of it is left to one thread, and all is still at hand.
-void gated(const Run& run, const Dense& gate_up, const Dense& down, const Rows& in,
-           std::int64_t rows, float* product) {
+void gated(const Run& run, const Dense& gate_up, const Dense& down, const Intake& in,
+           float* product) {
     constexpr std::int64_t unit = 2 * group_outputs;  // a block of the second product's columns
-    const std::int64_t width = gate_up.outputs / 2;
+    const std::int64_t rows = in.rows, width = gate_up.outputs / 2;
     const PackedLinear& first = *gate_up.parts.front();
     const PackedLinear& second = *down.parts.front();
     const bool whole = gate_up.parts.size() == 1 && down.parts.size() == 1 && width % unit == 0;
-    if (!whole || !first.quantized() || !second.quantized() || rows == 0) {
-        return gated_plainly(run, gate_up, down, in, rows, product);
+    if (!whole || in.ready == nullptr || !second.quantized()) {
+        return gated_plainly(run, gate_up, down, in, product);
     }
     const Path path = run.space.path;
     const bool fine = run.space.fine;
-    Activations& outer = run.space.outer;
+    const Activations& outer = *in.ready;
     Activations& inner = run.space.inner;
     float* both = run.space.scratch.gate_up.take(count_of(rows, 2 * width));
     float* between = run.space.scratch.gated.take(count_of(rows, width));
-    outer.quantize(in.x, rows, gate_up.columns, in.stride, first.layout(path, fine), run.threads,
-                   path);
     inner.prepare(rows, width, second.layout(path, fine));
     const std::int64_t units = width / unit, groups = width / group_outputs;
     const int parts =
@@ -187,11 +167,47 @@ void Dense::take_rows(const std::int64_t* ids, std::int64_t count, float* out) c
     parts.front()->take_rows(ids, count, out);
 }
 
-void Dense::multiply(const Run& run, const float* x, std::int64_t rows, std::int64_t x_stride,
-                     float* out, std::int64_t out_stride) const {
+Intake Dense::take_in(const Run& run, const float* norm, float eps, const float* x,
+                      std::int64_t rows, std::int64_t x_stride) const {
+    const RowKernels& kernels = row_kernels(run.space.path);
+    const Path path = run.space.path;
+    Intake in{x, rows, x_stride, nullptr, {}};
+    Activations& integers = run.space.outer;
+    if (rows > 0 && parts.front()->quantized()) {
+        in.layout = parts.front()->layout(path, run.space.fine);
+        in.ready = &integers;
+        integers.prepare(rows, columns, in.layout);
+    }
+    float* normed = norm == nullptr ? nullptr : run.space.scratch.normed.take(count_of(rows, columns));
+    if (normed == nullptr && in.ready == nullptr) {
+        return in;
+    }
+    each_row(run, rows, [&](std::int64_t row) {
+        const float* own = x + row * x_stride;
+        if (normed != nullptr) {
+            kernels.rms_norm(own, columns, norm, eps, normed + row * columns);
+            own = normed + row * columns;
+        }
+        if (in.ready != nullptr) {
+            integers.quantize_row(own, row, path);
+        }
+    });
+    if (normed != nullptr) {
+        in.x = normed;
+        in.stride = columns;
+    }
+    return in;
+}
+
+void Dense::multiply(const Run& run, const Intake& in, float* out, std::int64_t out_stride) const {
+    const Path path = run.space.path;
+    const bool fine = run.space.fine;
     for (const auto& part : parts) {
-        part->multiply(x, rows, x_stride, out, out_stride, run.threads, run.space.path,
-                       run.space.fine);
+        if (in.ready != nullptr && part->quantized() && part->layout(path, fine) == in.layout) {
+            part->multiply(*in.ready, out, out_stride, run.threads, path, fine);
+        } else {
+            part->multiply(in.x, in.rows, in.stride, out, out_stride, run.threads, path, fine);
+        }
         out += part->outputs();
     }
 }
@@ -199,10 +215,9 @@ void Dense::multiply(const Run& run, const float* x, std::int64_t rows, std::int
 void linear(const Run& run, const Dense& dense, const float* norm, float eps, const float* x,
             std::int64_t rows, std::int64_t x_stride, float* out) {
     each_tile(rows, [&](std::int64_t row, std::int64_t count) {
-        const Rows in =
-            normed(run, norm, eps, x + row * x_stride, count, dense.columns, x_stride);
+        const Intake in = dense.take_in(run, norm, eps, x + row * x_stride, count, x_stride);
         float* to = out + row * dense.outputs;
-        dense.multiply(run, in.x, count, in.stride, to, dense.outputs);
+        dense.multiply(run, in, to, dense.outputs);
         if (dense.bias != nullptr) {
             add_up(run, to, dense.bias, nullptr, count, dense.outputs, to);
         }
@@ -259,7 +274,9 @@ void Experts::outputs(const Run& run, const float* x, std::int64_t rows, const s
             for (std::int64_t at = 0; at < some; ++at) {
                 std::memcpy(gathered + at * hidden, x + of[at] / per_token * hidden, bytes);
             }
-            gated(run, weights.gate_up, weights.down, {gathered, hidden}, some, product);
+            const Intake in =
+                weights.gate_up.take_in(run, nullptr, 0.0F, gathered, some, hidden);
+            gated(run, weights.gate_up, weights.down, in, product);
             for (std::int64_t at = 0; at < some; ++at) {
                 std::memcpy(out + of[at] * hidden, product + at * hidden, bytes);
             }
@@ -280,9 +297,9 @@ void attend_block(const Run& run, const Attention& weights, const KVCache& cache
         weights, cache, places, rope, layer, row_kernels(run.space.path), run.space.path};
     // All keys first: a token may see later ones of its own block.
     each_tile(tokens, [&](std::int64_t token, std::int64_t count) {
-        const Rows in = normed(run, weights.norm, weights.eps, x + token * x_stride, count,
-                               weights.qkv.columns, x_stride);
-        weights.qkv.multiply(run, in.x, count, in.stride, qkv + token * width, width);
+        const Intake in = weights.qkv.take_in(run, weights.norm, weights.eps,
+                                              x + token * x_stride, count, x_stride);
+        weights.qkv.multiply(run, in, qkv + token * width, width);
         each_row(
             run, count,
             [&](std::int64_t row) {
@@ -302,7 +319,9 @@ void attend_block(const Run& run, const Attention& weights, const KVCache& cache
     const std::int64_t hidden = weights.o.outputs;
     each_tile(tokens, [&](std::int64_t token, std::int64_t count) {
         float* product = scratch.product.take(count_of(count, hidden));
-        weights.o.multiply(run, mixed + token * mixed_width, count, mixed_width, product, hidden);
+        const Intake in = weights.o.take_in(run, nullptr, 0.0F, mixed + token * mixed_width, count,
+                                            mixed_width);
+        weights.o.multiply(run, in, product, hidden);
         const float* before = residual == nullptr ? nullptr : residual + token * hidden;
         add_up(run, product, weights.o.bias, before, count, hidden, out + token * hidden);
     });
@@ -312,10 +331,10 @@ void dense_block(const Run& run, const FeedForward& weights, const float* x, std
                   const float* residual, float* out) {
     const std::int64_t hidden = weights.gate_up.columns;
     each_tile(rows, [&](std::int64_t row, std::int64_t count) {
-        const Rows in =
-            normed(run, weights.norm, weights.eps, x + row * hidden, count, hidden, hidden);
+        const Intake in = weights.gate_up.take_in(run, weights.norm, weights.eps,
+                                                  x + row * hidden, count, hidden);
         float* product = run.space.scratch.product.take(count_of(count, hidden));
-        gated(run, weights.gate_up, weights.down, in, count, product);
+        gated(run, weights.gate_up, weights.down, in, product);
         const float* before = residual == nullptr ? nullptr : residual + row * hidden;
         add_up(run, product, weights.down.bias, before, count, hidden, out + row * hidden);
     });
@@ -328,10 +347,10 @@ void expert_block(const Run& run, const MixtureOfExperts& weights, const float* 
     const std::int64_t hidden = weights.router.columns, k = weights.per_token;
     const std::int64_t count = weights.router.outputs;
     each_tile(rows, [&](std::int64_t row, std::int64_t some) {
-        const Rows in =
-            normed(run, weights.norm, weights.eps, x + row * hidden, some, hidden, hidden);
+        const Intake in = weights.router.take_in(run, weights.norm, weights.eps, x + row * hidden,
+                                                 some, hidden);
         float* logits = scratch.router_logits.take(count_of(some, count));
-        weights.router.multiply(run, in.x, some, in.stride, logits, count);
+        weights.router.multiply(run, in, logits, count);
         std::int64_t* ids = scratch.expert_ids.take(count_of(some, k));
         float* shares = scratch.expert_shares.take(count_of(some, k));
         route(logits, some, count, k, weights.normalize, ids, shares, run.space.path);

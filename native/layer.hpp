@@ -28,8 +28,8 @@ public:
     const Path path;
     const bool fine;  // see PackedLinear::multiply
     Scratch scratch;
-    Activations outer;  // of what a feed-forward takes in
-    Activations inner;  // of what its second product does
+    Activations outer;  // of what was taken in last
+    Activations inner;  // of what a feed-forward's second product takes in
     std::mutex busy;
 };
 
@@ -37,6 +37,15 @@ public:
 struct Run {
     Workspace& space;
     int threads;
+};
+
+// Rows on their way into a product: as they are or normed, and for quantized weights as integers.
+struct Intake {
+    const float* x = nullptr;
+    std::int64_t rows = 0;
+    std::int64_t stride = 0;
+    const Activations* ready = nullptr;  // or null
+    ActivationLayout layout;             // that `ready` was made for
 };
 
 // Weights that are stacked along the output, and a bias [outputs] or none.
@@ -49,9 +58,12 @@ struct Dense {
     // Rows of a table of one kind. std::out_of_range for an id it does not have.
     void take_rows(const std::int64_t* ids, std::int64_t count, float* out) const;
 
+    // Rows for this product; `norm` [columns] may be null. Valid until the workspace's next intake.
+    Intake take_in(const Run& run, const float* norm, float eps, const float* x, std::int64_t rows,
+                   std::int64_t x_stride) const;
+
     // Without the bias: whoever comes next over the row adds it.
-    void multiply(const Run& run, const float* x, std::int64_t rows, std::int64_t x_stride,
-                  float* out, std::int64_t out_stride) const;
+    void multiply(const Run& run, const Intake& in, float* out, std::int64_t out_stride) const;
 };
 
 // [rows, columns] → [rows, outputs], with the bias; `norm` [columns] may be null.

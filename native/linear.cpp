@@ -173,6 +173,10 @@ void Activations::quantize_blocks(const float* x, std::int64_t x_stride, std::in
     }
 }
 
+void Activations::quantize_row(const float* x, std::int64_t row, Path path) {
+    row_quantizer(path)(x, row, 0, columns / block_columns, *this);
+}
+
 void Activations::quantize(const float* x, std::int64_t row_count, std::int64_t width,
                            std::int64_t x_stride, const ActivationLayout& wanted, int threads,
                            Path path) {

@@ -69,6 +69,7 @@ public:
     void prepare(std::int64_t rows, std::int64_t columns, const ActivationLayout& layout);
     void quantize_blocks(const float* x, std::int64_t x_stride, std::int64_t first,
                          std::int64_t last, Path path);
+    void quantize_row(const float* x, std::int64_t row, Path path);  // x: the row's first number
 
     std::int64_t rows = 0;
     std::int64_t columns = 0;

@@ -452,10 +452,8 @@ struct Peaks {
     }
 };
 
-// Takes the high parts out of the words of a block's far line, and puts them where kernels look.
-DRUMLINE_AVX2_INLINE void put_far(const RowPlace& place, const ActivationLayout& layout,
-                                  std::int64_t row, std::int64_t b, int far_line, __m256i& first,
-                                  __m256i& second, Activations& to) {
+// Takes the high parts out of the words of a block's far line: int8[32], zeros but for that line.
+DRUMLINE_AVX2_INLINE __m256i take_high(int far_line, __m256i& first, __m256i& second) {
     const __m256i line = _mm256_set1_epi16(static_cast<std::int16_t>(far_line));
     const __m256i numbers = _mm256_setr_epi16(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     const __m256i half_step = _mm256_set1_epi16(far_step / 2);
@@ -468,16 +466,7 @@ DRUMLINE_AVX2_INLINE void put_far(const RowPlace& place, const ActivationLayout&
             mine, _mm256_srai_epi16(_mm256_add_epi16(*words[i], half_step), far_shift));
         *words[i] = _mm256_sub_epi16(*words[i], _mm256_slli_epi16(high[i], far_shift));
     }
-    alignas(32) std::int8_t bytes[block_columns];
-    put(bytes, bytes_of(high[0], high[1]));
-    const int lines_per_half = block_lines / layout.halves;
-    for (int h = 0; h < layout.halves; ++h) {
-        const std::int64_t at = place.half(b, h, layout.halves, row % layout.tile);
-        const bool here = far_line / lines_per_half == h;
-        const int where = here ? far_line : h * lines_per_half;
-        to.far_line[at] = static_cast<std::uint8_t>(where);
-        std::memcpy(&to.far[at], bytes + where * line_columns, sizeof to.far[at]);
-    }
+    return bytes_of(high[0], high[1]);
 }
 
 }  // namespace
@@ -506,10 +495,19 @@ Kernels kernels(WeightKind kind, bool fine) {
 
 DRUMLINE_AVX2 void quantize_blocks(const float* x, std::int64_t row, std::int64_t begin,
                                    std::int64_t end, Activations& to) {
-    const ActivationLayout& layout = to.layout;
+    // Copies: bytes are written below, which might be anything for all that a compiler knows.
+    const ActivationLayout layout = to.layout;
     const RowPlace place(to, layout, row);
-    x += begin * block_columns;
+    std::int8_t* const q = to.q.data();
+    float* const scale = to.scale.data();
+    float* const scaled_sum = to.scaled_sum.data();
+    std::int32_t* const offset = to.offset.data();
+    std::int32_t* const far = to.far.data();
+    std::uint8_t* const far_lines = to.far_line.data();
+    const std::int64_t row_in_tile = row % layout.tile;
+    const int lines_per_half = block_lines / layout.halves;
     const bool split = layout.fine && layout.numbers == Numbers::bytes;
+    x += begin * block_columns;
     for (std::int64_t b = begin; b < end; ++b, x += block_columns) {
         const std::int64_t at = place.block(b);
         const Peaks peaks = Peaks::of(x);
@@ -523,16 +521,25 @@ DRUMLINE_AVX2 void quantize_blocks(const float* x, std::int64_t row, std::int64_
         }
         const std::int32_t sums[2] = {sum16(first), sum16(second)};
         const std::int32_t sum = sums[0] + sums[1];
+        alignas(32) std::int8_t high[block_columns];
         if (split) {
-            put_far(place, layout, row, b, peaks.far_line, first, second, to);
+            put(high, take_high(peaks.far_line, first, second));
         }
-        put_numbers(to.q.data(), at, layout.numbers, first, second);
+        put_numbers(q, at, layout.numbers, first, second);
         for (int h = 0; h < layout.halves; ++h) {
-            to.offset[place.half(b, h, layout.halves, row % layout.tile)] =
-                -layout.zero * (layout.halves == 1 ? sum : sums[h]);
+            const std::int64_t half = place.half(b, h, layout.halves, row_in_tile);
+            offset[half] = -layout.zero * (layout.halves == 1 ? sum : sums[h]);
+            if (split) {
+                const int first_line = h * lines_per_half;
+                const bool here = peaks.far_line >= first_line &&
+                                  peaks.far_line < first_line + lines_per_half;
+                const int line = here ? peaks.far_line : first_line;
+                far_lines[half] = static_cast<std::uint8_t>(line);
+                std::memcpy(&far[half], high + line * line_columns, sizeof far[half]);
+            }
         }
-        to.scale[at] = block.scale;
-        to.scaled_sum[at] = block.scale * static_cast<float>(sum);
+        scale[at] = block.scale;
+        scaled_sum[at] = block.scale * static_cast<float>(sum);
     }
 }
 

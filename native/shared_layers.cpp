@@ -85,8 +85,9 @@ private:
             kernels_.rms_norm(x_ + row * hidden_, hidden_, mixture.norm, mixture.eps,
                               normed_.data() + row * hidden_);
         }
-        mixture.router.multiply(run_, normed_.data(), tokens, hidden_, logits_.data(),
-                                mixture.count);
+        const Intake in =
+            mixture.router.take_in(run_, nullptr, 0.0F, normed_.data(), tokens, hidden_);
+        mixture.router.multiply(run_, in, logits_.data(), mixture.count);
         route(logits_.data(), tokens, mixture.count, k, mixture.normalize, ids_.data(),
               weights_.data(), run_.space.path);
         for (std::int64_t row = 0; row < tokens; ++row) {
