@@ -26,6 +26,11 @@ typedef std::uint64_t v8l __attribute__((vector_size(64)));
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
+// Above the relative error of exponentials in float32 of arguments in float32, and of their sum in
+// float64 if the largest is 1: 2e-7 of the value, 2e-7 of an argument down to -50, and no more than
+// exp(-50) from there.
+constexpr double blur = 1e-5;
+
 // ---- Philox4x32-10 (Salmon et al. 2011) ------------------------------------------------------
 
 constexpr std::uint64_t multiplier[2] = {0xD2511F53U, 0xCD9E8D57U};
@@ -59,7 +64,7 @@ std::uint32_t bits_of(const DrawJob& job, std::int64_t token) {
 
 // ---- exponential and logarithm ---------------------------------------------------------------
 
-// e to the x for x <= 0: Cody and Waite reduction by log 2, then the series to the 12th power,
+// e to the x for x <= 700: Cody and Waite reduction by log 2, then the series to the 12th power,
 // whose rest is below 1e-16 of the sum. Of one number or of eight, the same bits. 0 below -700.
 template <typename Real, typename Whole>
 DRUMLINE_INLINE Real exp_of(Real x) {
@@ -132,12 +137,37 @@ double gumbel(std::uint32_t bits) {
 
 // ---- what is kept ----------------------------------------------------------------------------
 
+// What lies near the maximum of a row: `count` places, ascending, their logits, and about
+// exp(scaled) of each. Room for more behind them, where a whole vector reads logits of -infinity.
+struct Near {
+    std::vector<std::int32_t> places;
+    std::vector<float> logits, weights;
+    std::size_t count = 0;
+
+    void make_room(std::size_t most) {
+        if (places.size() < most + 2 * lanes) {
+            places.resize(most + 2 * lanes);
+            logits.resize(most + 2 * lanes);
+            weights.resize(most + 2 * lanes);
+        }
+        count = 0;
+    }
+    // Without a branch: whether it stays is as good as random.
+    DRUMLINE_INLINE void add(std::int32_t place, float logit, bool stays) {
+        places[count] = place;
+        logits[count] = logit;
+        count += stays ? 1 : 0;
+    }
+};
+
 struct Scratch {
     std::vector<std::int32_t> kept;
     std::vector<std::int32_t> places;
     std::vector<std::uint64_t> keys, spare;
     std::vector<double> weights;
     std::vector<float> peaks;
+    std::vector<std::int32_t> candidates;
+    Near near;
 };
 
 DRUMLINE_INLINE double scaled(const DrawJob& job, std::int64_t place) {
@@ -214,6 +244,10 @@ float logit_at(const DrawJob& job, double depth) {
     return static_cast<float>(value - 1e-6 * (std::fabs(value) + std::fabs(job.maximum) + 1e-30));
 }
 
+DRUMLINE_INLINE double sum8d(v8d v) {
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
 // The sum of exp(scaled) over all places, by 8 lanes and then over the lanes. What trails the
 // maximum by more than 16 is added in float32 and what trails it by 40 left out: together less than
 // a billionth of the sum.
@@ -237,74 +271,7 @@ DRUMLINE_INLINE double mass_of_all(const DrawJob& job) {
     for (; place < job.count; ++place) {
         rest = rest + exp1d((static_cast<double>(job.logits[place]) - job.maximum) * factor);
     }
-    return ((total[0] + total[4]) + (total[2] + total[6])) +
-           ((total[1] + total[5]) + (total[3] + total[7])) + rest;
-}
-
-// What mass_of_all lies between, at less than half its price: what trails the maximum by 8 in
-// float64, by 16 in float32, and what is behind that by the bits of the exponent with the mantissa
-// as a straight line, which is at most 1.0615 times the exponential and never less.
-struct Bounds {
-    double low = 0, high = 0;
-};
-
-DRUMLINE_INLINE Bounds mass_bounds(const DrawJob& job) {
-    const v8f near = splat(logit_at(job, 8.0)), middle = splat(logit_at(job, 16.0));
-    const v8f most = splat(static_cast<float>(job.maximum));
-    const double factor = 1.0 / job.temperature;
-    const v8f narrow = splat(static_cast<float>(factor));
-    const v8f octaves = splat(static_cast<float>(factor * 1.4426950408889634));
-    const v8f one = splat(0x1p23F), least = splat(-126.0F);
-    v8d total = v8d{}, next = v8d{};
-    v8f tail = splat(0.0F);
-    std::int64_t place = 0;
-    for (; place + lanes <= job.count; place += lanes) {
-        const v8f part = load8(job.logits + place);
-        if (any_of(part >= near)) {
-            total = total + exp8d((__builtin_convertvector(part, v8d) - job.maximum) * factor);
-        } else if (any_of(part >= middle)) {
-            next = next + __builtin_convertvector(exp8((part - most) * narrow), v8d);
-        } else {
-            v8f behind = (part - most) * octaves;
-            behind = behind > least ? behind : least;
-            const v8i bits = __builtin_convertvector(behind * one, v8i) + (127 << 23);
-            v8f line;
-            std::memcpy(&line, &bits, sizeof line);
-            tail = tail + line;
-        }
-    }
-    double sure = 0, rough = 0;
-    for (int lane = 0; lane < lanes; ++lane) {
-        sure = sure + total[lane];
-        rough = rough + next[lane];
-    }
-    for (; place < job.count; ++place) {
-        sure = sure + exp1d((static_cast<double>(job.logits[place]) - job.maximum) * factor);
-    }
-    // With room for the rounding of each sum.
-    const auto far = static_cast<double>(sum8(tail));
-    return {sure * (1 - 1e-9) + rough * (1 - 1e-4) + far / 1.0615 * (1 - 1e-3),
-            sure * (1 + 1e-9) + rough * (1 + 1e-4) + far * (1 + 1e-3)};
-}
-
-// About the same of the places whose logit is at least `bound`: all in float32.
-DRUMLINE_INLINE double mass_near(const DrawJob& job, float bound) {
-    const v8f least = splat(bound), most = splat(static_cast<float>(job.maximum));
-    const v8f factor = splat(static_cast<float>(1.0 / job.temperature));
-    v8f total = splat(0.0F);
-    std::int64_t place = 0;
-    for (; place + lanes <= job.count; place += lanes) {
-        const v8f part = load8(job.logits + place);
-        const v8i hit = part >= least;
-        if (any_of(hit)) {
-            total = total + (hit ? exp8((part - most) * factor) : splat(0.0F));
-        }
-    }
-    double rest = sum8(total);
-    for (; place < job.count; ++place) {
-        rest = rest + (job.logits[place] >= bound ? exp1d(scaled(job, place)) : 0.0);
-    }
-    return rest;
+    return sum8d(total) + rest;
 }
 
 // The k first places of the order, ascending, of all or of what is kept.
@@ -354,46 +321,26 @@ DRUMLINE_INLINE void keep_top_k(const DrawJob& job, bool any, Scratch& scratch) 
     std::sort(scratch.kept.begin(), scratch.kept.end());
 }
 
-// The smallest leading part of the sorted keys whose weights reach `target`, or all of them.
-struct Leading {
-    std::size_t count = 0;
-    double sum = 0;
-};
-
-Leading leading(const Scratch& scratch, double target) {
-    Leading part;
-    while (part.count < scratch.keys.size() && (part.count == 0 || part.sum < target)) {
-        const auto index = static_cast<std::size_t>(low_half(scratch.keys[part.count]));
-        part.sum = part.sum + scratch.weights[index];
-        ++part.count;
-    }
-    return part;
-}
-
 // The smallest leading part of the order whose probability reaches top_p, of all or of what is
 // kept. Only tokens near the maximum are sorted, deeper in steps until they reach it; the sums down
-// the order, and with them the result, do not depend on how deep that was. Nor does it on whether
-// bounds of the mass were enough: where both do not end at the same token, the mass decides.
+// the order, and with them the result, do not depend on how deep that was.
 DRUMLINE_INLINE void keep_nucleus(const DrawJob& job, bool any, Scratch& scratch) {
     static constexpr double depths[] = {3.0, 6.0, 9.0, 12.0, 16.0, 24.0, infinity};
     std::vector<std::int32_t>& kept = scratch.kept;
-    if (!any) {
-        kept.clear();
+    double mass = 0;
+    if (any) {
+        for (const std::int32_t place : kept) {
+            mass = mass + exp1d(scaled(job, place));
+        }
+    } else {
+        mass = mass_of_all(job);
     }
-    Bounds target = any ? Bounds{} : mass_bounds(job);
-    for (const std::int32_t place : kept) {
-        target.low = target.high = target.low + exp1d(scaled(job, place));
-    }
-    target = {job.top_p * target.low, job.top_p * target.high};
+    const double target = job.top_p * mass;
     for (const double depth : depths) {
         if (!any) {
             kept.clear();
             collect(job, depth == infinity ? -std::numeric_limits<float>::infinity()
                                            : logit_at(job, depth), kept);
-        }
-        if (!any && kept.size() > 512 && depth < infinity &&
-            mass_near(job, logit_at(job, depth)) < target.low * (1 - 1e-4)) {
-            continue;
         }
         // Keys hold the index of the weight, which ascends with the place.
         scratch.keys.clear();
@@ -411,17 +358,17 @@ DRUMLINE_INLINE void keep_nucleus(const DrawJob& job, bool any, Scratch& scratch
                 reached = reached + weight;
             }
         }
-        if (reached < target.high && depth < infinity && scratch.keys.size() < kept.size() + !any) {
+        if (reached < target && depth < infinity && scratch.keys.size() < kept.size() + !any) {
             continue;  // a guess that may be off by rounding; the sum down the order decides
         }
         sort_keys(scratch.keys, scratch.spare);
-        Leading part = leading(scratch, target.low);
-        if (part.sum < target.high && target.low < target.high) {
-            target.low = target.high = job.top_p * mass_of_all(job);
-            part = leading(scratch, target.low);
+        std::size_t count = 0;
+        double sum = 0;
+        while (count < scratch.keys.size() && (count == 0 || sum < target)) {
+            sum = sum + scratch.weights[static_cast<std::size_t>(low_half(scratch.keys[count]))];
+            ++count;
         }
-        const std::size_t count = part.count;
-        if (part.sum >= target.low || depth == infinity) {
+        if (sum >= target || depth == infinity) {
             kept.clear();
             for (std::size_t at = 0; at < count; ++at) {
                 kept.push_back(
@@ -489,8 +436,18 @@ double score_of(const DrawJob& job, std::int64_t place) {
     return sharpened(job, place) + gumbel(bits_of(job, token_at(job, place)));
 }
 
+// The bits of eight tokens, each in 64.
+DRUMLINE_INLINE v8l bits_of_eight(const DrawJob& job, v8l token) {
+    v8l c[4] = {token / words_per_block, v8l{} + job.position, v8l{} + job.sample,
+                v8l{} + job.purpose};
+    philox(c, job.key);
+    const v8l word = token % words_per_block;
+    const v8l low = word == 0 ? c[0] : c[1], high = word == 2 ? c[2] : c[3];
+    return word < 2 ? low : high;
+}
+
 // The bits of eight places at a time, and logarithms only where those could carry it past one of
-// the first scores.
+// the first scores: where 2^32 - 1 - bits is at most exp(sharpened - score) 2^32, see bits_needed.
 DRUMLINE_INLINE std::int64_t draw_kept(const DrawJob& job, const std::vector<std::int32_t>& kept) {
     constexpr std::size_t tried = 16;
     Best best;
@@ -510,28 +467,42 @@ DRUMLINE_INLINE std::int64_t draw_kept(const DrawJob& job, const std::vector<std
             ++scores;
         }
     }
-    const Thresholds thresholds(first);
-    const double reach = noise_reach();
+    const double reach = noise_reach(), share = exp1d(2e-3 - first) * 0x1p32;
     for (std::size_t begin = 0; begin < kept.size(); begin += lanes) {
         const std::size_t count = std::min<std::size_t>(lanes, kept.size() - begin);
-        std::uint64_t token[lanes] = {0};
-        v8l c[4];
+        std::uint64_t tokens[lanes] = {0};
+        double values[lanes];
+        std::fill(values, values + lanes, -infinity);
         for (std::size_t lane = 0; lane < count; ++lane) {
-            token[lane] = static_cast<std::uint64_t>(token_at(job, kept[begin + lane]));
+            const std::int32_t place = kept[begin + lane];
+            tokens[lane] = static_cast<std::uint64_t>(token_at(job, place));
+            values[lane] = static_cast<double>(job.logits[place]);
         }
-        for (int lane = 0; lane < lanes; ++lane) {
-            c[0][lane] = token[lane] / words_per_block;
+        v8l token;
+        std::memcpy(&token, tokens, sizeof token);
+        v8d value;
+        std::memcpy(&value, values, sizeof value);
+        value = (value - job.maximum) / job.temperature;
+        value = job.sharpening == 1.0 ? value : value * job.sharpening;
+        const v8l bits = bits_of_eight(job, token);
+        const v8l exact = bits | 0x4330000000000000ULL;  // 2^52 + bits, as a double
+        v8d behind;
+        std::memcpy(&behind, &exact, sizeof behind);
+        behind = (0x1p52 + 4294967295.0) - behind;
+        const v8d limit =
+            __builtin_convertvector(exp8(__builtin_convertvector(value, v8f)), v8d) * share + 2.0;
+        const auto hit = (behind <= limit) & (value >= -reach);
+        std::uint64_t hits[lanes], words[lanes];
+        std::memcpy(hits, &hit, sizeof hits);
+        if ((hits[0] | hits[1] | hits[2] | hits[3] | hits[4] | hits[5] | hits[6] | hits[7]) == 0) {
+            continue;
         }
-        c[1] = v8l{} + job.position;
-        c[2] = v8l{} + job.sample;
-        c[3] = v8l{} + job.purpose;
-        philox(c, job.key);
+        std::memcpy(words, &bits, sizeof words);
         for (std::size_t lane = 0; lane < count; ++lane) {
-            const std::int64_t place = kept[begin + lane];
-            const double value = sharpened(job, place);
-            const std::uint64_t bits = c[token[lane] % words_per_block][lane];
-            if (value >= -reach && bits >= thresholds.at(-value)) {
-                best.offer(value + gumbel(static_cast<std::uint32_t>(bits)), place);
+            if (hits[lane] != 0) {
+                const std::int64_t place = kept[begin + lane];
+                best.offer(sharpened(job, place) + gumbel(static_cast<std::uint32_t>(words[lane])),
+                           place);
             }
         }
     }
@@ -602,8 +573,175 @@ DRUMLINE_INLINE std::int64_t draw_all(const DrawJob& job, std::vector<std::int32
     return best.place;
 }
 
-DRUMLINE_INLINE std::int64_t draw_row(const DrawJob& job) {
+// ---- drawing from a nucleus that nobody sorts ------------------------------------------------
+
+// What the sum of exp(scaled) lies between.
+struct Bounds {
+    double low = 0, high = 0;
+};
+
+// Fills in the weights of what is near, in float32, and returns their sum, good to `blur`.
+DRUMLINE_INLINE double weigh(const DrawJob& job, Near& near) {
+    const v8f most = splat(static_cast<float>(job.maximum));
+    const v8f factor = splat(static_cast<float>(1.0 / job.temperature));
+    store8(near.logits.data() + near.count, splat(-std::numeric_limits<float>::infinity()));
+    v8d total = v8d{};
+    for (std::size_t at = 0; at < near.count; at += lanes) {
+        const v8f weight = exp8((load8(near.logits.data() + at) - most) * factor);
+        store8(near.weights.data() + at, weight);
+        total = total + __builtin_convertvector(weight, v8d);
+    }
+    return sum8d(total);
+}
+
+// Finds what is near: all that trails the maximum by less than `depth`. Returns the rest's sum of
+// exp(scaled) by the bits of the exponent with the mantissa as a straight line, which is at most
+// 1.0615 times the exponential and never less.
+DRUMLINE_INLINE double find_near(const DrawJob& job, double depth, Near& near) {
+    constexpr std::int64_t strip = 4096;  // the sum of so many in float32 is good to 1e-4
+    const float bound = logit_at(job, depth);
+    const v8f least = splat(bound), most = splat(static_cast<float>(job.maximum));
+    const v8f octaves = splat(static_cast<float>(1.4426950408889634 / job.temperature));
+    const v8f none = splat(0.0F);
+    const auto line = [&](v8f logits) __attribute__((always_inline)) {
+        v8f behind = (logits - most) * octaves;
+        behind = behind > -126.0F ? behind : splat(-126.0F);
+        const v8i bits = __builtin_convertvector(behind * 0x1p23F, v8i) + (127 << 23);
+        v8f value;
+        std::memcpy(&value, &bits, sizeof value);
+        return value;
+    };
+    near.make_room(static_cast<std::size_t>(job.count));
+    double rest = 0;
+    std::int64_t place = 0;
+    while (place + 2 * lanes <= job.count) {
+        const std::int64_t end = std::min(place + strip, job.count - 2 * lanes + 1);
+        v8f tail = none;
+        for (; place < end; place += 2 * lanes) {
+            const v8f one = load8(job.logits + place), two = load8(job.logits + place + lanes);
+            const v8i hit_one = one >= least, hit_two = two >= least;
+            if (!any_of(hit_one | hit_two)) {
+                tail = tail + (line(one) + line(two));
+                continue;
+            }
+            tail = tail + ((hit_one ? none : line(one)) + (hit_two ? none : line(two)));
+            for (std::int64_t at = place; at < place + 2 * lanes; ++at) {
+                near.add(static_cast<std::int32_t>(at), job.logits[at], job.logits[at] >= bound);
+            }
+        }
+        rest = rest + static_cast<double>(sum8(tail));
+    }
+    for (; place < job.count; ++place) {
+        const bool hit = job.logits[place] >= bound;
+        near.add(static_cast<std::int32_t>(place), job.logits[place], hit);
+        rest = rest + (hit ? 0.0 : exp1d(scaled(job, place)));
+    }
+    return rest;
+}
+
+// The weights, among what is near, of what is above a logit, or at it and ahead of index `index`.
+DRUMLINE_INLINE double mass_before(const Near& near, float logit, std::size_t index) {
+    const v8f level = splat(logit), none = splat(0.0F);
+    v8d total = v8d{};
+    for (std::size_t at = 0; at < near.count; at += lanes) {
+        const v8f logits = load8(near.logits.data() + at);
+        const bool ahead = at + lanes <= index;
+        v8i before = ahead ? logits >= level : logits > level;
+        for (std::size_t lane = 0; !ahead && at + lane < index; ++lane) {
+            before[lane] |= logits[lane] == logit ? -1 : 0;
+        }
+        const v8f weights = load8(near.weights.data() + at);
+        total = total + __builtin_convertvector(before ? weights : none, v8d);
+    }
+    return sum8d(total);
+}
+
+// A logit that the whole nucleus reaches and not much more does, by halving what is left between
+// the maximum and `depth`. What is near reaches `mass`.
+DRUMLINE_INLINE float logit_reached(const DrawJob& job, const Near& near, double depth,
+                                    double mass) {
+    double low = 0, high = depth;
+    for (int step = 0; step < 4; ++step) {
+        const double middle = (low + high) / 2;
+        if (mass_before(near, logit_at(job, middle), 0) * (1 - blur) >= mass) {
+            high = middle;
+        } else {
+            low = middle;
+        }
+    }
+    return high < depth ? logit_at(job, high) : -std::numeric_limits<float>::infinity();
+}
+
+// The winner of the nucleus, which is some leading part of what is near, and of which `target`
+// bounds the mass it has to reach; -1 if the bounds do not tell. A winner is in the nucleus if what
+// stands before it in the order does not reach the target; if that does, the nucleus is part of it.
+DRUMLINE_INLINE std::int64_t draw_near(const DrawJob& job, Bounds target, float bound,
+                                       Scratch& scratch) {
+    const Near& near = scratch.near;
+    auto& candidates = scratch.candidates;
+    candidates.resize(near.count);
+    std::size_t count = 0;
+    for (std::size_t at = 0; at < near.count; ++at) {
+        candidates[count] = near.places[at];
+        count += near.logits[at] >= bound ? 1 : 0;
+    }
+    candidates.resize(count);
+    for (;;) {
+        const std::int64_t place = draw_kept(job, candidates);
+        const float logit = job.logits[place];
+        const auto end = near.places.begin() + static_cast<std::ptrdiff_t>(near.count);
+        const auto at = std::lower_bound(near.places.begin(), end, place);
+        const double mass =
+            mass_before(near, logit, static_cast<std::size_t>(at - near.places.begin()));
+        if (mass * (1 + blur) < target.low) {
+            return place;
+        }
+        if (mass * (1 - blur) < target.high) {
+            return -1;
+        }
+        std::erase_if(candidates, [&](std::int32_t one) {
+            return job.logits[one] < logit || (job.logits[one] == logit && one >= place);
+        });
+    }
+}
+
+// The winner as `draw_near` finds it, among all or among what is kept.
+DRUMLINE_INLINE std::int64_t draw_proved(const DrawJob& job, bool any, Scratch& scratch) {
+    constexpr float lowest = -std::numeric_limits<float>::infinity();
+    Near& near = scratch.near;
+    if (job.temperature < 1e-30) {
+        return -1;  // its reciprocal is no float32
+    }
+    if (any) {
+        near.make_room(scratch.kept.size());
+        for (const std::int32_t place : scratch.kept) {
+            near.add(place, job.logits[place], true);
+        }
+        const double mass = job.top_p * weigh(job, near);
+        return draw_near(job, {mass * (1 - blur), mass * (1 + blur)}, lowest, scratch);
+    }
+    for (const double depth : {8.0, 16.0}) {
+        if (job.top_p > 1 - 3 * blur) {
+            break;  // no sum of such weights is sure to reach it
+        }
+        const double rest = find_near(job, depth, near);
+        const double mass = weigh(job, near);
+        const Bounds target = {
+            job.top_p * (mass * (1 - blur) + rest / 1.0615 * (1 - 1e-3)),
+            job.top_p * (mass * (1 + blur) + rest * (1 + 1e-3)),
+        };
+        if (mass * (1 - blur) >= target.high) {
+            const bool few = near.count <= 128;
+            const float bound = few ? lowest : logit_reached(job, near, depth, target.high);
+            return draw_near(job, target, bound, scratch);
+        }
+    }
+    return -1;
+}
+
+DRUMLINE_INLINE std::int64_t draw_row(const DrawJob& job, Way& way) {
     static thread_local Scratch scratch;
+    way = Way::whole;
     bool any = false;
     if (job.floor > -infinity) {
         scratch.kept.clear();
@@ -618,6 +756,12 @@ DRUMLINE_INLINE std::int64_t draw_row(const DrawJob& job) {
         any = true;
     }
     if (job.top_p < 1.0) {
+        const std::int64_t place = draw_proved(job, any, scratch);
+        if (place >= 0) {
+            way = Way::proved;
+            return place;
+        }
+        way = Way::sorted;
         keep_nucleus(job, any, scratch);
         any = true;
     }
@@ -629,13 +773,17 @@ DRUMLINE_INLINE std::int64_t draw_row(const DrawJob& job) {
     return any ? draw_kept(job, scratch.kept) : draw_all(job, scratch.kept);
 }
 
-std::int64_t draw_row_plain(const DrawJob& job) { return draw_row(job); }
+std::int64_t draw_row_plain(const DrawJob& job, Way& way) { return draw_row(job, way); }
 
-DRUMLINE_AVX2 std::int64_t draw_row_avx2(const DrawJob& job) { return draw_row(job); }
+DRUMLINE_AVX2 std::int64_t draw_row_avx2(const DrawJob& job, Way& way) {
+    return draw_row(job, way);
+}
 
-DRUMLINE_AVX512 std::int64_t draw_row_avx512(const DrawJob& job) { return draw_row(job); }
+DRUMLINE_AVX512 std::int64_t draw_row_avx512(const DrawJob& job, Way& way) {
+    return draw_row(job, way);
+}
 
-using DrawRow = std::int64_t (*)(const DrawJob& job);
+using DrawRow = std::int64_t (*)(const DrawJob& job, Way& way);
 
 DrawRow draw_of(Path path) {
     return path == Path::portable ? draw_row_plain
@@ -652,7 +800,8 @@ std::int64_t match_window(const MatchJob& window, const RowKernels& kernels, Dra
             return ahead;
         }
         if (!window.greedy) {
-            place = draw(job);
+            Way way;
+            place = draw(job, way);
         }
         window.tokens[ahead] = token_at(job, place);
         if (ahead == window.draft_count || window.drafts[ahead] != window.tokens[ahead]) {
@@ -674,10 +823,10 @@ void each(std::int64_t count, int threads, const Body& body) {
 
 }  // namespace
 
-void draw_places(const DrawJob* jobs, std::int64_t count, std::int64_t* places, int threads,
-                 Path path) {
+void draw_places(const DrawJob* jobs, std::int64_t count, std::int64_t* places, Way* ways,
+                 int threads, Path path) {
     const DrawRow draw = draw_of(path);
-    each(count, threads, [&](std::int64_t row) { places[row] = draw(jobs[row]); });
+    each(count, threads, [&](std::int64_t row) { places[row] = draw(jobs[row], ways[row]); });
 }
 
 void match_windows(MatchJob* jobs, std::int64_t count, int threads, Path path) {

@@ -18,7 +18,7 @@ struct DrawJob {
     std::int64_t count = 0;
     const std::int64_t* table = nullptr;  // [count] token id of each place, ascending; null: itself
     double maximum = 0;
-    double temperature = 1;
+    double temperature = 1;  // positive and no more than 1e30
     double floor = 0;  // keep scaled >= floor; -infinity keeps all (log of min_p)
     double top_p = 1;
     double sharpening = 1;
@@ -29,9 +29,16 @@ struct DrawJob {
     std::uint32_t purpose = 0;
 };
 
-// The place each job draws, in `places` [jobs]. Rows are spread over threads.
-void draw_places(const DrawJob* jobs, std::int64_t count, std::int64_t* places, int threads,
-                 Path path);
+// How a draw came to its end. The place is the same in every way.
+enum class Way : std::uint8_t {
+    whole = 0,   // no top_p
+    proved = 1,  // what stands before the winner leaves it in the nucleus, by bounds of masses
+    sorted = 2,  // the bounds did not tell, so the nucleus was sorted out
+};
+
+// The place each job draws, and how, in `places` and `ways` [jobs]. Rows are spread over threads.
+void draw_places(const DrawJob* jobs, std::int64_t count, std::int64_t* places, Way* ways,
+                 int threads, Path path);
 
 // Drafts, and what a request says at the positions over them: the compiled twin of match
 // acceptance (sampling/accept.py) for requests whose parameters leave the logits as they are.

@@ -94,7 +94,8 @@ void bind_match(nb::module_& module) {
 void bind_sampling(nb::module_& module) {
     bind_match(module);
     // Per row: where [logits, count, table or 0], reals [maximum, temperature, floor, top_p,
-    // sharpening], words [key low, key high, position, sample, purpose, top_k], all 64 bits wide.
+    // sharpening], words [key low, key high, position, sample, purpose, top_k], and out of it its
+    // place; all 64 bits wide. Returns a byte per row: which Way its draw went.
     module.def("draw_places", [](std::uintptr_t where, std::uintptr_t reals, std::uintptr_t words,
                                  std::int64_t count, std::uintptr_t places, int threads,
                                  const std::string& path) {
@@ -122,8 +123,13 @@ void bind_sampling(nb::module_& module) {
             word += 6;
         }
         const Path chosen = path_by_name(path);
-        const nb::gil_scoped_release unlocked;
-        draw_places(jobs.data(), count, reinterpret_cast<std::int64_t*>(places), threads, chosen);
+        std::vector<Way> ways(jobs.size(), Way::whole);
+        {
+            const nb::gil_scoped_release unlocked;
+            draw_places(jobs.data(), count, reinterpret_cast<std::int64_t*>(places), ways.data(),
+                        threads, chosen);
+        }
+        return nb::bytes(ways.data(), ways.size());
     });
 }
 

@@ -270,7 +270,7 @@ def draw_places(
     threads: int,
     path: str,
     /,
-) -> None: ...
+) -> bytes: ...
 
 class Recipe:
     """What a request asks of every draw. ``table``: the address of token ids by place, or 0."""

@@ -17,14 +17,19 @@ from drumline.sampling.draw import LogitDraw, Waiting, draw_tokens
 
 WORD = 0xFFFFFFFF
 
+# How a draw ended, of which its token is independent. PROVED: the mass of what stands before the
+# winner, known to within bounds, says that top_p leaves it. SORTED: the bounds did not tell.
+WHOLE, PROVED, SORTED = 0, 1, 2  # WHOLE: no top_p
+
 
 class NativeDrawer:
     """A `draw.Drawer`. ``path`` names an instruction set of the native module; the rows of a call
-    are spread over ``threads``."""
+    are spread over ``threads``. ``ways``: how each draw of the last call that came here ended."""
 
     def __init__(self, path: str, threads: int = 1) -> None:
         self.path = path
         self.threads = threads
+        self.ways = b""
 
     def __call__(self, draws: Sequence[Waiting]) -> list[int]:
         """The place of each draw's token. Draws from given scores are left to numpy."""
@@ -56,7 +61,7 @@ class NativeDrawer:
             reals[at] = (draw.maximum, params.temperature, floor, params.top_p, draw.sharpening)
             words[at] = (*seed_key(request.seed), position, sample, draw.purpose, params.top_k)
         places = np.empty(count, dtype=np.int64)
-        draw_places(
+        self.ways = draw_places(
             where.ctypes.data,
             reals.ctypes.data,
             words.ctypes.data,
