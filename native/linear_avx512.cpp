@@ -11,13 +11,13 @@
 
 #include <cstring>
 
-#define DRUMLINE_VNNI __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")))
+#define DRUMLINE_VNNI __attribute__((target("avx2,fma,f16c,prfchw,avx512f,avx512bw,avx512vl,avx512vnni")))
 #define DRUMLINE_VNNI_INLINE DRUMLINE_VNNI __attribute__((always_inline)) inline
 
 namespace drumline::avx512_vnni {
 namespace {
 
-// Tiles of many rows take so long over a block that the processor does not read ahead by itself. This
+// Tiles of more than two rows take so long over a block that the processor does not read ahead. This
 // far ahead may be beyond the weights' end: asking for memory that is not there does no harm.
 constexpr std::size_t prefetch_bytes = 4096;
 
@@ -166,7 +166,7 @@ DRUMLINE_VNNI_INLINE void add_block(const TileJob& job, std::int64_t b, __m512 (
     const std::uint8_t* quanta = job.weights + packed.quanta(b);
     const std::int64_t at = b % packed.unit_blocks;
     const std::int8_t* q = job.q + b * R * block_columns;
-    if constexpr (R > 4) {
+    if constexpr (R > 2) {
 #pragma GCC unroll 9
         for (std::size_t at = 0; at < packed.quanta_bytes + line_bytes; at += line_bytes) {
             __builtin_prefetch(quanta + prefetch_bytes + at);
@@ -214,6 +214,7 @@ template <typename Kind, int R, bool fine>
 DRUMLINE_VNNI void tile(const TileJob& job) {
     __m512 total[R];
     for (int r = 0; r < R; ++r) {
+        __builtin_prefetch(job.out + r * job.out_stride, 1);  // another core may have read it last
         total[r] = _mm512_setzero_ps();
     }
     for (std::int64_t b = 0; b < job.columns / block_columns; ++b) {
