@@ -28,12 +28,14 @@ TESTING = "drumline.drafting.testing."
 class Method:
     """``config(target)``: the speculative config without a draft length. ``k_max``: the most that
     the miniature drafts. ``steady``: a draft depends on the request and what it committed alone.
+    ``lookup``: single tokens are looked up before a network is asked.
     """
 
     name: str
     config: Callable[[Path], dict[str, Any]]
     k_max: int = 128
     steady: bool = True
+    lookup: bool = False
 
     def speculative(self, target: Path, k: int, **more: Any) -> dict[str, Any]:
         k = min(k, self.k_max)
@@ -89,7 +91,7 @@ NEURAL = [
     Method("mtp", _written("mtp", write_mtp)),
     Method("dflash", _written("dflash", write_dflash, block_size=9), k_max=8),
     Method("medusa", _written("medusa", write_medusa, heads=8)),
-    Method("mtp after lookup", _written("mtp", write_mtp, lookup=1)),
+    Method("mtp after lookup", _written("mtp", write_mtp, lookup=1), lookup=True),
 ]
 # Whatever the target says, it said before: long runs are accepted.
 ITSELF = Method("draft_model itself", lambda target: {"model": str(target)})

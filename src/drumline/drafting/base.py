@@ -4,7 +4,9 @@ In every step, after the target has run and tokens were accepted, the worker cal
 with all rows of the step: those that decode, those still in prefill, and those that may not draft
 (``k`` 0). The drafter first takes in what was committed, then makes exactly
 ``traits.passes(draft_k)`` passes, whatever the rows are, none at all included; rows beyond their
-``k`` are masked, never called with a position outside its range.
+``k`` are masked, never called with a position outside its range. Whoever asks a drafter for less
+than the step's draft length says so to the ledger first (`PassLedger.shorten`), which refuses it
+where other ranks take part in the passes.
 
     position     0 ....... start ......... start + count - 1 | n - 1 | n  n + 1 ..  n + k - 1
                  before    computed by the target just now   | new   | drafts to propose
@@ -134,6 +136,14 @@ class PassLedger:
         assert tokens <= size, f"draft pass {index} takes {tokens} tokens, the script says {size}"
         self.passes.append(Pass("draft", index, size))
         return size
+
+    def shorten(self, count: int) -> None:
+        """Leaves all passes after the first ``count`` out, before any is issued. What is shared
+        cannot be left out, because others would wait in it."""
+        assert not self.exact, "a pass that others take part in is never left out"
+        assert not self.passes, "a pass was issued already"
+        assert count <= len(self.sizes), f"{count} draft passes of {len(self.sizes)}"
+        self.sizes = self.sizes[:count]
 
     def padding(self, laid_out: int) -> int:
         """Tokens to add to those of the pass just issued, which are laid out."""

@@ -46,4 +46,4 @@ def load_drafter(context: DrafterContext) -> Drafter:
     from drumline.drafting.lookup import LookupFirst
     from drumline.drafting.ngram import NgramDrafter
 
-    return LookupFirst(NgramDrafter(shortest, longest), drafter)
+    return LookupFirst(NgramDrafter(shortest, longest), drafter, context.ledger)

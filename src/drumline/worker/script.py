@@ -65,6 +65,14 @@ class StepScript:
             self._enter()
             self._break_at(f"draft {self._now.part}")
 
+    def shorten(self, count: int) -> None:
+        """Leaves draft passes after the first ``count`` out, none of which issues anything."""
+        left_out = self._passes[1 + count :]
+        assert not any(one.body or one.logits or one.tokens for one in left_out), (
+            "a pass that others take part in is never left out"
+        )
+        self._passes = self._passes[: 1 + count]
+
     def end(self) -> None:
         """The last pass is over, and the step."""
         self._leave()
@@ -117,3 +125,8 @@ class ScriptedPasses(PassLedger):
         if self.script is not None:
             self.script.draft_pass()
         return PassLedger.issue(self, tokens)
+
+    def shorten(self, count: int) -> None:
+        PassLedger.shorten(self, count)
+        if self.script is not None:
+            self.script.shorten(count)
