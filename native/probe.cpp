@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "pool.hpp"
 
@@ -137,6 +138,29 @@ double read_seconds(const std::uint8_t* bytes, std::int64_t size, int threads, P
         const std::int64_t begin = part * share;
         sink += read(bytes + begin, part + 1 == threads ? size - begin : share);
     });
+}
+
+double signal_seconds(std::int64_t rounds) {
+    alignas(64) static std::atomic<std::int64_t> ball;
+    ball.store(0);
+    // Even numbers are the caller's to answer, odd ones the other's. Whoever waits long lets others
+    // have the core: there may be but one.
+    const auto play = [rounds](std::int64_t first) {
+        for (std::int64_t mine = first; mine < 2 * rounds; mine += 2) {
+            for (int spins = 0; ball.load(std::memory_order_acquire) != mine; ++spins) {
+                if (spins > 10000) {
+                    std::this_thread::yield();
+                }
+            }
+            ball.store(mine + 1, std::memory_order_release);
+        }
+    };
+    std::thread other(play, 1);
+    const auto began = std::chrono::steady_clock::now();
+    play(0);
+    other.join();
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - began;
+    return taken.count() / static_cast<double>(2 * rounds);
 }
 
 double int8_macs_per_second([[maybe_unused]] std::int64_t rounds, [[maybe_unused]] int threads,

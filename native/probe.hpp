@@ -16,4 +16,8 @@ double read_seconds(const std::uint8_t* bytes, std::int64_t size, int threads, P
 double int8_macs_per_second(std::int64_t rounds, int threads, Path path);
 double float_macs_per_second(std::int64_t rounds, int threads, Path path);
 
+// How long a change that one thread makes takes to be seen by another: seconds, the mean of `rounds`
+// there and back. Cores that share a cache take a third of what others do.
+double signal_seconds(std::int64_t rounds);
+
 }  // namespace drumline

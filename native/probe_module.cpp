@@ -15,6 +15,10 @@ void bind_probe(nb::module_& module) {
         const nb::gil_scoped_release unlocked;
         return read_seconds(reinterpret_cast<const std::uint8_t*>(bytes), size, threads, chosen);
     });
+    module.def("signal_seconds", [](std::int64_t rounds) {
+        const nb::gil_scoped_release unlocked;
+        return signal_seconds(rounds);
+    });
     module.def("int8_macs_per_second", [](std::int64_t rounds, int threads, const std::string& path) {
         const Path chosen = path_by_name(path);
         const nb::gil_scoped_release unlocked;

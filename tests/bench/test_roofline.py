@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from drumline.bench.probe import Probe
 from drumline.bench.roofline import measure_roofline, pass_work
 from drumline.core.errors import ConfigError, UsageError
 from drumline.engine.llm import LLM
@@ -68,6 +69,7 @@ def test_every_size_is_measured_beside_the_limits(tiny_path: Callable[..., Path]
     checkpoint = open_checkpoint(path)
     limits, lines = measure_roofline(llm, checkpoint.tensors, [1, 2, 4], 8, 1)
     assert limits.bytes_per_second > 1e8
+    assert limits.signal_seconds is None  # one thread has nobody to tell
     assert [line.work.rows for line in lines] == [1, 2, 4]
     for line in lines:
         assert 0 < line.limit_seconds < line.pass_seconds
@@ -88,3 +90,10 @@ def test_reference_operations_have_no_roofline(tiny_path: Callable[..., Path]) -
     llm = open_llm(path, ops_backend="reference")
     with pytest.raises(UsageError, match="native"):
         measure_roofline(llm, open_checkpoint(path).tensors, [1], 8, 1)
+
+
+@NATIVE
+def test_two_threads_are_asked_how_soon_they_see_what_the_other_wrote() -> None:
+    limits = Probe(2, "portable").measure(repeats=1)
+    assert limits.signal_seconds is not None
+    assert limits.signal_seconds > 0

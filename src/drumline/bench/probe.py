@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 
 READ_BYTES = 256 * 2**20  # well beyond any cache
 ROUNDS = 2_000_000  # of ten independent multiply-adds: some milliseconds
+SIGNALS = 20_000  # there and back: a millisecond or a few
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes read per second, and multiply-adds per second of int8 and of float32 numbers."""
+    """Bytes read per second, multiply-adds per second of int8 and of float32 numbers, and how long
+    threads take to see what another wrote; None for one thread."""
 
     bytes_per_second: float
     int8_macs_per_second: float
     float_macs_per_second: float
+    signal_seconds: float | None = None
 
 
 class Probe:
@@ -51,4 +54,7 @@ class Probe:
         )
         int8 = max(native.int8_macs_per_second(ROUNDS, threads, path) for _ in range(repeats))
         single = max(native.float_macs_per_second(ROUNDS, threads, path) for _ in range(repeats))
-        return Limits(READ_BYTES / seconds, int8, single)
+        signal = None
+        if threads > 1:
+            signal = min(native.signal_seconds(SIGNALS) for _ in range(repeats))
+        return Limits(READ_BYTES / seconds, int8, single, signal)

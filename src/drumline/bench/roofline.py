@@ -148,6 +148,7 @@ def measure_roofline(
         statistics.median(one.bytes_per_second for one in limits),
         statistics.median(one.int8_macs_per_second for one in limits),
         statistics.median(one.float_macs_per_second for one in limits),
+        _median_signal(limits),
     )
     lines = []
     for size in sizes:
@@ -168,6 +169,13 @@ def measure_roofline(
             )
         )
     return limit, lines
+
+
+def _median_signal(limits: Sequence[Limits]) -> float | None:
+    """The middle one, not a mean: cores that a host moves about are near each other or they are
+    not."""
+    seconds = [one.signal_seconds for one in limits if one.signal_seconds is not None]
+    return statistics.median_low(seconds) if seconds else None
 
 
 def _best(call: Callable[[], object], repeats: int = 5) -> float:

@@ -166,11 +166,13 @@ def _roofline(llm: LLM, args: argparse.Namespace) -> int:
     quantization = llm.core.resolved.config.model.quantization
     weights = open_checkpoint(llm.core.facts.model_path, quantization).tensors
     limits, lines = measure_roofline(llm, weights, args.batch_size, args.context, args.num_iters)
+    signal = limits.signal_seconds
+    seen = "" if signal is None else f", signals another thread in {signal * 1e9:.0f} ns"
     print(_headline(llm))
     print(
         f"\nreads {limits.bytes_per_second / 1e9:.1f} GB/s, multiplies "
         f"{limits.int8_macs_per_second / 1e9:.0f} G int8/s, "
-        f"{limits.float_macs_per_second / 1e9:.0f} G float32/s; context {args.context}\n"
+        f"{limits.float_macs_per_second / 1e9:.0f} G float32/s{seen}; context {args.context}\n"
     )
     print(f"| {' | '.join(ROOFLINE_COLUMNS)} |")
     print("| ---: |" + " ---: |" * (len(ROOFLINE_COLUMNS) - 1))
