@@ -6,6 +6,8 @@ acceptance   drafts accepted on the prompts of --data, by category; needs --spec
 roofline     target passes beside what they read and multiply, and what the machine can do of it
 overhead     decode steps outside of model passes, greedy and sampled: the engine's share and, with
              --speculative-config, that of speculation
+speedup      decode speed on the prompts of --data, by category, with --speculative-config and
+             without, by turns; beside llama.cpp's server where --llama-server says where that is
 compare      decode and prefill beside another engine (--peer), by turns, as ratios
 quality      the backend's arithmetic against the reference's, on texts the model writes (minutes);
              --output-len tokens of each greedy one; exit status 1 beyond the limits
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from drumline.cli.bench_hang import add_hang_arguments, run_hang
 from drumline.cli.bench_overhead import run_overhead
+from drumline.cli.bench_speedup import add_speedup_arguments, run_speedup
 from drumline.cli.engine import add_script_engine_arguments, engine_config
 from drumline.core.errors import ConfigError, UsageError
 
@@ -40,7 +43,8 @@ if TYPE_CHECKING:
     from drumline.engine.llm import LLM
 
 KINDS = (
-    *("latency", "throughput", "acceptance", "roofline", "overhead", "compare", "quality", "hang"),
+    *("latency", "throughput", "acceptance", "speedup", "roofline", "overhead", "compare"),
+    *("quality", "hang"),
 )
 
 
@@ -62,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="FILE",
-        help="acceptance: JSON lines with turns or prompt, and category",
+        help="acceptance, speedup: JSON lines with turns or prompt, and category",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="acceptance: 0 is greedy"
@@ -83,6 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--prefill-len", type=int, default=512, metavar="N", help="compare: tokens to prefill"
     )
     parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="runs counted")
+    add_speedup_arguments(parser)
     add_hang_arguments(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     add_script_engine_arguments(parser)
@@ -103,6 +108,10 @@ def run(args: argparse.Namespace) -> int:
         return run_hang(args, config)
     if args.kind == "acceptance":
         return _acceptance(args, config)
+    if args.kind == "speedup":
+        llm, figures = run_speedup(args, config)
+        _write(args.json, "speedup", llm, figures)
+        return 0
     if args.kind == "overhead":
         llm, figures = run_overhead(args, config)
         _write(args.json, "overhead", llm, figures)
