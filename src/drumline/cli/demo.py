@@ -30,15 +30,7 @@ MAX_TOKENS = 128
 ROUNDS = 3
 EXIT_DIFFERENT = 1
 EXIT_INTERRUPTED = 130
-# What is tried where no --speculative-config is given: the best head that ships with the package
-# for this model, behind a lookup, and for a model without one the drafter that needs none.
-HEAD = """{
-    "method": "METHOD", "num_speculative_tokens": 3, "draft_length": "adaptive",
-    "prompt_lookup_min": 2, "prompt_lookup_max": 4
-}"""
-LOOKUP = """{
-    "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4
-}"""
+AUTO = '{"method": "auto"}'  # where no --speculative-config is given: what suits model and device
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +91,10 @@ def report(plain: list[Answer], told: list[Answer]) -> int:
 
 
 def with_drafter(config: EngineConfig) -> EngineConfig:
-    """The configuration with a drafter: the one that was asked for, or the best that is here."""
-    from drumline.config import EngineConfig
-    from drumline.drafting.shipped import best_method
-    from drumline.models.checkpoint import open_checkpoint
-    from drumline.models.fetch import resolve_model
-
+    """The configuration with a drafter: the one that was asked for, or the one that suits."""
     if config.speculation is not None:
         return config
-    path = resolve_model(config.model.model, config.model.revision)
-    method = best_method(open_checkpoint(path).config, str(path))
-    drafter = LOOKUP if method is None else HEAD.replace("METHOD", method)
-    asked = {name: config.get(name) for name in config.sources}
-    return EngineConfig.from_kwargs(**asked, speculative_config=drafter)
+    return config.with_fields(speculative_config=AUTO)
 
 
 def load(config: EngineConfig) -> LLM:

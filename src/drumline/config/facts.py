@@ -76,6 +76,7 @@ class DrafterFacts:
 
     ``layers``, ``kv_heads``, ``head_dim``: its own keys and values, addressed by the target's
     block ids. ``positions_max``: positions it can take, None if it has no limit of its own.
+    ``reason``: why it was chosen, where that was left to the engine (method auto).
     ``default_tokens``: the draft length its checkpoint states; ``tokens_max``: the most it can
     draft at once (block and parallel drafters). Weights in bytes as loaded.
     """
@@ -88,6 +89,7 @@ class DrafterFacts:
     default_tokens: int | None = None
     tokens_max: int | None = None
     weight_bytes: int = 0
+    reason: str = ""
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes one token takes in the drafter's own cache."""

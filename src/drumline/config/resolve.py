@@ -98,9 +98,9 @@ def resolve(
     """
     notes = Notes()
     mesh = resolve_mesh(asked, model, notes)
-    device = asked.runtime.device
-    if device == "auto":
-        device = notes.choose("device", "cpu", "this release computes on the CPU")
+    device = device_of(asked)
+    if asked.runtime.device == "auto":
+        notes.choose("device", device, "this release computes on the CPU")
     dtype = asked.model.dtype
     if dtype == "auto":
         dtype = notes.choose("dtype", "float32", "float32 is what the CPU ops compute in")
@@ -153,6 +153,12 @@ def resolve(
         choices=tuple(notes.choices),
         adjustments=tuple(notes.adjustments),
     )
+
+
+def device_of(asked: EngineConfig) -> str:
+    """What is computed on, which also says who drafts where that is left open."""
+    device = asked.runtime.device
+    return "cpu" if device == "auto" else device
 
 
 def _with_speculation(asked: EngineConfig, spec: SpeculativeConfig | None) -> EngineConfig:

@@ -13,7 +13,7 @@ from drumline.config.facts import DrafterFacts
 from drumline.config.mesh import Mesh
 from drumline.config.notes import Notes
 from drumline.config.resolve_parallel import check_drafter_shards, without_dynamic_length
-from drumline.config.speculative import PREFIX, TOKENS_MAX, SpeculativeConfig
+from drumline.config.speculative import AUTO, PREFIX, TOKENS_MAX, SpeculativeConfig
 from drumline.core.errors import ConfigError
 
 
@@ -26,7 +26,10 @@ def resolve_tokens(
         assert drafter is None, "a drafter nobody asked for"
         return None
     assert drafter is not None, "speculation was asked for; its drafter's facts are missing"
-    spec = _method(asked, spec, drafter, notes)
+    if spec.method == AUTO:
+        spec = _settled(asked, spec, drafter, mesh, notes)
+    else:
+        spec = _method(asked, spec, drafter, notes)
     count = spec.num_speculative_tokens
     if count is None:
         count = _default_count(spec, drafter, notes)
@@ -73,6 +76,27 @@ def resolve_prefix_caching(
         return caching
     reason = "extract_hidden_states writes a row for every position, so every one is computed"
     return bool(notes.adjust("enable_prefix_caching", True, False, reason))
+
+
+def _settled(
+    asked: EngineConfig, spec: SpeculativeConfig, drafter: DrafterFacts, mesh: Mesh, notes: Notes
+) -> SpeculativeConfig:
+    """The config of the drafter that was chosen for auto, with what auto fills in."""
+    keys = asked.speculation_keys or {}
+    adapts = mesh.dp == 1 or spec.dp_draft_length != "static"
+    if spec.draft_length == "adaptive" and keys.get("draft_length") is None and not adapts:
+        spec = replace(spec, draft_length="static")
+    found = spec.settled(drafter.method)
+    notes.choose(PREFIX + "method", drafter.method, drafter.reason)
+    for name in (
+        "num_speculative_tokens",
+        "draft_length",
+        "prompt_lookup_min",
+        "prompt_lookup_max",
+    ):
+        if keys.get(name) is None:
+            notes.choose(PREFIX + name, getattr(found, name), "what method auto takes")
+    return found
 
 
 def _method(

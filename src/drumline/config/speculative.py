@@ -6,7 +6,8 @@
     `SpeculativeConfig`   every key checked, fitted to the method, filled; refusals by name
          │
          ▼
-    `resolve`             what only the checkpoints and the machine can say
+    `resolve`             what only the checkpoints and the machine can say; with method auto it is
+                          they that say who drafts, and `settled` makes the config of it
 
 Keys and defaults are vLLM's where it has them. The shortcuts ``spec_method``, ``spec_model`` and
 ``spec_tokens`` stand for the keys of the same meaning. This module reads; it opens no checkpoint.
@@ -24,10 +25,13 @@ from drumline.config.speculative_refused import REFUSED_KEYS, REFUSED_METHODS, R
 from drumline.core.errors import ConfigError, nearest_name
 
 PREFIX = "speculative_config."
+TOKENS_AUTO, LOOKUP_AUTO = 3, (2, 4)  # what method auto takes where nothing is said
 TOKENS_MAX = 128  # vLLM's limit on drafts per request and step
 PARALLEL_MAX = 1024  # ranks of one kind: a limit on typing errors
 
+AUTO = "auto"  # whoever suits the target and the device; `resolve` settles it
 METHODS = (
+    AUTO,
     "ngram",
     "suffix",
     "draft_model",
@@ -48,9 +52,9 @@ _MAY_HAVE_MODEL = (*_NEEDS_MODEL, "eagle3", "mtp")
 _KEY_METHODS: dict[str, tuple[str, ...]] = {
     "model": _MAY_HAVE_MODEL,
     "revision": _WEIGHTED,
-    "draft_tensor_parallel_size": _WEIGHTED,
-    "prompt_lookup_min": ("ngram", *_WEIGHTED),
-    "prompt_lookup_max": ("ngram", *_WEIGHTED),
+    "draft_tensor_parallel_size": (AUTO, *_WEIGHTED),
+    "prompt_lookup_min": (AUTO, "ngram", *_WEIGHTED),
+    "prompt_lookup_max": (AUTO, "ngram", *_WEIGHTED),
     "suffix_decoding_max_tree_depth": ("suffix",),
     "suffix_decoding_max_cached_requests": ("suffix",),
     "suffix_decoding_max_spec_factor": ("suffix",),
@@ -78,7 +82,7 @@ class SpeculativeConfig:
     method: str = option(
         "draft_model",
         Kind.CHOICE,
-        "who drafts; a dotted path is a custom class",
+        "who drafts; auto: whoever suits the model and the device; a dotted path is a custom class",
         choices=METHODS,
     )
     model: str | None = option(
@@ -96,7 +100,7 @@ class SpeculativeConfig:
         "most drafts per request and step",
         low=1,
         high=TOKENS_MAX,
-        when_none="the draft checkpoint's; required where it states none",
+        when_none="the draft checkpoint's, or 3 for auto; required where none is stated",
     )
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = option(
         None,
@@ -109,7 +113,7 @@ class SpeculativeConfig:
         Kind.CHOICE,
         "static, by the table, or adaptive: what brings most tokens per second, by measurement",
         choices=("static", "table", "adaptive"),
-        when_none="table if there is one, else static",
+        when_none="table if there is one, else adaptive for auto, else static",
     )
     dp_draft_length: str = option(
         "agree",
@@ -157,7 +161,7 @@ class SpeculativeConfig:
         "shortest n-gram that is looked up; with a method that runs a network: before it",
         low=1,
         high=1024,
-        when_none="prompt_lookup_max, or 5 for ngram, else no lookup",
+        when_none="prompt_lookup_max, or 5 for ngram, or 2 for auto, else no lookup",
     )
     prompt_lookup_max: int | None = option(
         None,
@@ -165,7 +169,7 @@ class SpeculativeConfig:
         "longest n-gram that is looked up",
         low=1,
         high=1024,
-        when_none="prompt_lookup_min, or 5 for ngram, else no lookup",
+        when_none="prompt_lookup_min, or 5 for ngram, or 4 for auto, else no lookup",
     )
     suffix_decoding_max_tree_depth: int = option(
         24, Kind.INTEGER, "longest string in the suffix trees", low=1, high=1024
@@ -227,6 +231,19 @@ class SpeculativeConfig:
             for name, value in values.items()
             if value is not None and self.method in _KEY_METHODS.get(name, METHODS)
         }
+
+    def settled(self, method: str) -> SpeculativeConfig:
+        """The config of the method that was chosen for auto: what was asked and what auto fills in
+        are passed on. Raises `ConfigError` for a key that means nothing there."""
+        assert self.method == AUTO
+        said = {
+            name: value for name, value in self.to_mapping().items() if value != KEYS[name].default
+        }
+        try:
+            return SpeculativeConfig.from_mapping({**said, "method": method})
+        except ConfigError as error:
+            problem = f"{error.problem} (method auto chose {method} here)"
+            raise ConfigError(error.field, error.value, problem) from None
 
     @property
     def runs_on_host(self) -> bool:
@@ -320,16 +337,21 @@ def _left_open(config: Any) -> dict[str, Any]:
     """Values for what may be left open and does not wait for a checkpoint."""
     filled: dict[str, Any] = {}
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    auto = config.method == AUTO
+    if auto and not (low or high):
+        low, high = LOOKUP_AUTO
     if config.method == "ngram" or low or high:
         filled["prompt_lookup_min"] = low or high or 5
         filled["prompt_lookup_max"] = high or low or 5
-    if config.draft_sample_method is None:
+    if auto and config.num_speculative_tokens is None:
+        filled["num_speculative_tokens"] = TOKENS_AUTO
+    if config.draft_sample_method is None and not auto:  # follows from who it will be
         has_logits = config.method not in (*HOST_METHODS, "extract_hidden_states")
         coupled = config.rejection_sample_method == "match" and has_logits
         filled["draft_sample_method"] = "coupled" if coupled else "greedy"
     if config.draft_length is None:
         has_table = config.num_speculative_tokens_per_batch_size is not None
-        filled["draft_length"] = "table" if has_table else "static"
+        filled["draft_length"] = "table" if has_table else "adaptive" if auto else "static"
     if config.method == "extract_hidden_states" and config.num_speculative_tokens is None:
         filled["num_speculative_tokens"] = 1
     return filled

@@ -120,15 +120,21 @@ def read(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> MtpDraft:
     return _read_folder(find_shipped("mtp", checkpoint), target)
 
 
+def has_own_module(checkpoint: Checkpoint) -> bool:
+    """Whether the target's checkpoint has a next-token module of its own."""
+    if not checkpoint.path.is_dir():
+        return False
+    prefix = module_prefix(checkpoint.config)
+    return any(name.startswith(prefix) for name in open_files(checkpoint.path).weights)
+
+
 def _own_module(checkpoint: Checkpoint) -> MtpDraft | None:
     """The module inside the target's checkpoint, if it has one."""
-    if not checkpoint.path.is_dir():
+    if not has_own_module(checkpoint):
         return None
     files = open_files(checkpoint.path)
     prefix = module_prefix(checkpoint.config)
     names = [name for name in files.weights if name.startswith(prefix)]
-    if not names:
-        return None
     fields = open_config(checkpoint.path)
     _check_count(fields)
     own = DraftFiles(files.path, {name: files.weights[name] for name in names}, {})

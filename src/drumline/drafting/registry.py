@@ -6,6 +6,7 @@ import importlib
 from typing import cast
 
 from drumline.config import DrafterFacts, SpeculativeConfig
+from drumline.config.speculative import AUTO
 from drumline.drafting.base import Drafter, DrafterContext, DrafterModule
 from drumline.models.checkpoint import Checkpoint
 
@@ -28,11 +29,20 @@ def drafter_module(method: str) -> DrafterModule:
     return cast(DrafterModule, importlib.import_module(MODULES[method]))
 
 
-def drafter_facts(speculative: SpeculativeConfig, checkpoint: Checkpoint) -> DrafterFacts:
-    """What `resolve` must know of the drafter that is asked for; reads no weights. ``checkpoint``
-    is the target's. Raises `UsageError` for a draft checkpoint that is missing or does not fit."""
+def drafter_facts(
+    speculative: SpeculativeConfig, checkpoint: Checkpoint, device: str = "cpu"
+) -> DrafterFacts:
+    """What `resolve` must know of the drafter that is asked for, or of the one that suits the
+    target on this device; reads no weights. ``checkpoint`` is the target's. Raises `UsageError`
+    for a draft checkpoint that is missing or does not fit."""
+    reason = ""
+    if speculative.method == AUTO:
+        from drumline.drafting.auto import choose_method
+
+        method, reason = choose_method(checkpoint, device)
+        speculative = speculative.settled(method)
     found = drafter_module(speculative.method).facts(speculative, checkpoint)
-    return DrafterFacts(**{"method": speculative.method, **found})
+    return DrafterFacts(**{"method": speculative.method, "reason": reason, **found})
 
 
 def load_drafter(context: DrafterContext) -> Drafter:
