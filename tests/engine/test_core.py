@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from drumline.config import EngineConfig
 from drumline.core.errors import EngineDead, EngineError, Refused
@@ -67,7 +67,7 @@ def test_a_request_without_finite_logits_ends_alone(tiny_path: TinyPath) -> None
             return output
         logits = output.logits.clone()
         logits[1] = float("nan")
-        return replace(output, logits=logits)
+        return structs.replace(output, logits=logits)
 
     model.forward = poisoned  # type: ignore[method-assign]
     first, second, third = llm.generate(prompts, params)

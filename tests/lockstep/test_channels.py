@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from drumline.core.errors import Diverged, EngineError, RankLost
 from drumline.core.ledger import Ledger
@@ -129,7 +129,7 @@ class Crew:
         return run
 
     def lead(self, step: int) -> EngineError | None:
-        plan = replace(PLAN, step=step)
+        plan = structs.replace(PLAN, step=step)
         self.shipper.ship(plan)
         self.ledgers[0].begin(plan.epoch, step)
         self.execute(0)(plan)

@@ -13,7 +13,6 @@ One row of a plan, for a sequence of 12 committed tokens of which 10 stand in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import Struct
@@ -81,8 +80,7 @@ class StepProposal(Struct, frozen=True):
 Mode = Literal["live", "fixed"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Struct, frozen=True):
     """What every rank of the replica executes in step ``step`` of ``epoch``.
 
     Where replicas agree, ``target_size`` and ``draft_sizes`` are the tokens that the target pass

@@ -43,6 +43,8 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from drumline.core.plan import Mode, Row, StepPlan, StepProposal
 from drumline.lockstep.channel import AgreementChannel
 from drumline.lockstep.conductor import WORKING, GroupConductor, Rest, Sealed, Standing
@@ -146,9 +148,11 @@ class MutantConductor:
         if Mutant.SKIP_DRAFTER_LOCALLY in self.mutants and plan.draft_sizes:
             plan = self._gated(plan)
         if not plan.rows and Mutant.IDLE_TARGET_ONLY in self.mutants:
-            plan = replace(plan, draft_sizes=())
+            plan = structs.replace(plan, draft_sizes=())
         if not plan.rows and Mutant.IDLE_DRAFTS_ONCE in self.mutants:
-            plan = replace(plan, draft_k=min(plan.draft_k, 1), draft_sizes=plan.draft_sizes[:1])
+            plan = structs.replace(
+                plan, draft_k=min(plan.draft_k, 1), draft_sizes=plan.draft_sizes[:1]
+            )
         if Mutant.CHOOSE_MODE_LOCALLY in self.mutants:
             ready = bool(plan.rows) and self.inner.mode_ready
             plan = self._in_mode(plan, "fixed" if ready else "live")
@@ -156,7 +160,7 @@ class MutantConductor:
             plan = self._in_mode(plan, "live")
         if Mutant.REUSE_TARGET_SIZE in self.mutants:
             later = (plan.target_size,) * len(plan.draft_sizes[1:])
-            plan = replace(plan, draft_sizes=(*plan.draft_sizes[:1], *later))
+            plan = structs.replace(plan, draft_sizes=(*plan.draft_sizes[:1], *later))
         if Mutant.PAD_BEFORE_EXCHANGE in self.mutants:
             plan = self._of_size(plan, proposal.token_count)
         if Mutant.WIDEN_WHILE_DECODING in self.mutants and _decodes(plan.rows):
@@ -172,14 +176,14 @@ class MutantConductor:
 
     def _of_length(self, plan: StepPlan, k: int) -> StepPlan:
         sizes = draft_sizes(self._joined, self.inner.rules, k, plan.mode)
-        return replace(plan, draft_k=k, draft_sizes=sizes)
+        return structs.replace(plan, draft_k=k, draft_sizes=sizes)
 
     def _of_size(self, plan: StepPlan, count: int) -> StepPlan:
-        return replace(plan, target_size=padded(count, plan.mode, self.inner.rules.buckets))
+        return structs.replace(plan, target_size=padded(count, plan.mode, self.inner.rules.buckets))
 
     def _in_mode(self, plan: StepPlan, mode: Mode) -> StepPlan:
         sizes = draft_sizes(self._joined, self.inner.rules, plan.draft_k, mode)
-        plan = replace(plan, mode=mode, draft_sizes=sizes)
+        plan = structs.replace(plan, mode=mode, draft_sizes=sizes)
         return self._of_size(plan, self._joined.target_tokens)
 
     def _gated(self, plan: StepPlan) -> StepPlan:
@@ -189,7 +193,7 @@ class MutantConductor:
         if fits:
             return plan
         self.skip_count += 1
-        return replace(plan, draft_k=0, draft_sizes=())
+        return structs.replace(plan, draft_k=0, draft_sizes=())
 
 
 def _decodes(rows: Sequence[Row]) -> bool:

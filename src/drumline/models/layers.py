@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from msgspec import Struct, field
 from torch import Tensor
 
 from drumline.core.errors import ConfigError
@@ -27,8 +28,7 @@ class KVSpec:
     head_dim: int
 
 
-@dataclass(frozen=True)
-class ModelOutput:
+class ModelOutput(Struct, frozen=True):
     """``hidden``: the residual stream after the last layer, before the final norm,
     ``[tokens, hidden]``. ``taps[k]``: the residual stream after k layers (0 = embeddings).
     ``logits`` ``[rows, vocab]``: of the tokens that were asked for; None if none were."""

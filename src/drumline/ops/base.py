@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from drumline.ops.weights import WeightTensor
 
 
-@dataclass(frozen=True)
-class PagedBatch:
+class PagedBatch(Struct, frozen=True):
     """Where the tokens of one flat batch sit in their sequences and in the KV cache.
 
     Tokens of one sequence are adjacent and ascending in position. A token attends to the keys

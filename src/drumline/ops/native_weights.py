@@ -210,8 +210,7 @@ class NativeKV(ReferenceKV):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class NativeBatch(PagedBatch):
+class NativeBatch(PagedBatch, frozen=True, kw_only=True):
     """A `PagedBatch` with its block tables end to end, and where each token's table begins."""
 
     memory: tuple[array[int], ...]

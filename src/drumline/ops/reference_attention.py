@@ -8,10 +8,11 @@ depend on its neighbours. Knows caches and places, no weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import field
 from torch import Tensor
 
 from drumline.core.errors import ConfigError
@@ -110,8 +111,7 @@ class TileGroup:
     hidden: Tensor  # [t, m, 1, QUERY_TILE, 1, block_size] bool: key is after the query
 
 
-@dataclass(frozen=True)
-class ReferenceBatch(PagedBatch):
+class ReferenceBatch(PagedBatch, frozen=True):
     """A `PagedBatch` with what every layer needs of it worked out once."""
 
     write_rows: Tensor | None = None  # tokens that have a slot; None if all have

@@ -8,7 +8,6 @@ machine would, so that a test can tell who decides. For trials only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -49,7 +48,7 @@ class MutantWorker(Worker):
         if not plan.rows and Mutant.RETURN_ON_ZERO_TOKENS in self.mutants:
             return StepResult(step=plan.step, rows=())
         if self._follows and plan.step >= PROPOSES_ALONE_FROM:
-            plan = replace(plan, rows=tuple(map(self._own_drafts, plan.rows)))
+            plan = structs.replace(plan, rows=tuple(map(self._own_drafts, plan.rows)))
         try:
             return super().execute(plan)
         except EngineError:
