@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from drumline.config import SpeculativeConfig
@@ -145,7 +146,7 @@ class DFlashDrafter:
         device, size = self.ops.device, self.cache.block_size
         whole = inputs.batch(device)
         positions = self._index(inputs.positions)
-        causal = self.ops.prepare(replace(whole, positions=positions), size)
+        causal = self.ops.prepare(structs.replace(whole, positions=positions), size)
         x = self.network.forward(
             self._index(inputs.ids), positions, self.ops.prepare(whole, size), causal, self.cache
         )
