@@ -23,7 +23,8 @@ from drumline.config import (
     startup_table,
 )
 from drumline.config.draft_table import clamp_table, read_table
-from drumline.config.speculative import KEYS, METHODS
+from drumline.config.speculative import KEYS
+from drumline.config.speculative_methods import METHODS
 from drumline.config.speculative_refused import REFUSED_KEYS, REFUSED_METHODS
 from drumline.core.errors import ConfigError
 from tidy.source import ROOT
@@ -253,6 +254,12 @@ TABLE = [[1, 2, 2]]
         ("draft_length", {"draft_length": "sometimes"}),
         ("dp_draft_length", {"dp_draft_length": "table"}),
         ("disable_padded_drafter_batch", {"disable_padded_drafter_batch": 1}),
+        ("lookup_miss_tokens", {"lookup_miss_tokens": 1}),  # there is no network
+        ("lookup_miss_tokens", {"method": "mtp", "lookup_miss_tokens": 1}),  # nor a lookup
+        (
+            "lookup_miss_tokens",
+            {"method": "mtp", "prompt_lookup_min": 2, "lookup_miss_tokens": 0},
+        ),
         ("hidden_states_dir", {"hidden_states_dir": "out"}),
         ("hidden_states_dir", {"method": "extract_hidden_states"}),
         ("hidden_states_taps", {"method": "extract_hidden_states", "hidden_states_taps": 3}),
@@ -363,6 +370,16 @@ def test_a_network_looks_up_first_only_if_asked(
     config = read(method="mtp", **given)
     assert (config.prompt_lookup_min, config.prompt_lookup_max) == read_as
     assert SpeculativeConfig.from_mapping(config.to_mapping()) == config
+
+
+def test_a_network_drafts_no_more_than_is_looked_up() -> None:
+    keys = {"method": "mtp", "num_speculative_tokens": 3, "prompt_lookup_min": 2}
+    resolved = run(keys={**keys, "lookup_miss_tokens": 3}).speculation
+    assert resolved is not None
+    assert resolved.lookup_miss_tokens == 3
+    with pytest.raises(ConfigError, match="must be at most num_speculative_tokens=3") as caught:
+        run(keys={**keys, "lookup_miss_tokens": 4})
+    assert caught.value.field == "speculative_config.lookup_miss_tokens"
 
 
 def test_suffix_has_vllms_settings() -> None:

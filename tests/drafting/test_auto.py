@@ -11,7 +11,7 @@ import pytest
 
 from drafting.world import VOCAB, engine, jobs, signature
 from drumline.config import DrafterFacts, EngineConfig, Resolved, SpeculativeConfig, resolve
-from drumline.config.speculative import AUTO
+from drumline.config.speculative_methods import AUTO
 from drumline.core.errors import ConfigError
 from drumline.drafting import shipped
 from drumline.drafting.auto import choose_method
@@ -64,18 +64,11 @@ def opened(path: Path, **keys: Any) -> Resolved:
 # ---- the choice --------------------------------------------------------------------------------
 
 
-def test_a_cpu_looks_up_whatever_the_checkpoint_has(with_head: Path, tmp_path: Path) -> None:
-    for path in (with_head, with_module(tmp_path)):
-        method, reason = choose_method(open_checkpoint(path), "cpu")
-        assert method == "ngram"
-        assert "CPU" in reason
-
-
-def test_an_accelerator_takes_the_own_module_then_a_shipped_head_then_a_lookup(
+def test_the_own_module_then_a_shipped_head_then_a_lookup(
     target: Path, with_head: Path, tmp_path: Path
 ) -> None:
     paths = (with_module(tmp_path), with_head, target)
-    chosen = [choose_method(open_checkpoint(path), "cuda") for path in paths]
+    chosen = [choose_method(open_checkpoint(path)) for path in paths]
     assert [method for method, _ in chosen] == ["mtp", "eagle3", "ngram"]
     assert len({reason for _, reason in chosen}) == 3
 
@@ -85,8 +78,7 @@ def test_the_facts_are_those_of_the_chosen_drafter(with_head: Path) -> None:
     asked = SpeculativeConfig(method=AUTO)
     facts = drafter_facts(asked, checkpoint, "cuda")
     assert (facts.method, facts.layers) == ("eagle3", 1)
-    assert facts.reason == choose_method(checkpoint, "cuda")[1]
-    assert drafter_facts(asked, checkpoint).method == "ngram", "a CPU where nothing is said"
+    assert facts.reason == choose_method(checkpoint)[1]
     assert AUTO not in MODULES
 
 
@@ -103,7 +95,7 @@ def test_what_auto_takes_and_why_is_in_the_start_up_table(target: Path) -> None:
     rows = {name: (value, reason) for name, value, reason in table(resolved)}
     method, reason = rows["speculative_config.method"]
     assert method == "ngram"
-    assert "CPU" in reason
+    assert "no head is shipped" in reason
     taken = ("num_speculative_tokens", "draft_length", "prompt_lookup_min", "prompt_lookup_max")
     for name in taken:
         assert rows[f"speculative_config.{name}"][1] == "what method auto takes"
@@ -143,14 +135,39 @@ def test_a_table_needs_no_draft_length(target: Path) -> None:
     assert spec.draft_length == "table"
 
 
-def test_a_head_is_asked_after_a_lookup_and_keeps_what_was_asked(with_head: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "keys", "miss"),
+    [
+        ("cpu", {}, 1),  # a second pass and a third row are rarely worth their time
+        ("cpu", {"lookup_miss_tokens": 2}, 2),
+        ("cuda", {}, None),
+        ("cuda", {"lookup_miss_tokens": 2}, 2),
+    ],
+)
+def test_what_a_network_is_asked_for_depends_on_the_device(
+    device: str, keys: dict[str, Any], miss: int | None
+) -> None:
+    asked = SpeculativeConfig.from_mapping({"method": AUTO, **keys})
+    assert asked.settled("eagle3", device).lookup_miss_tokens == miss
+
+
+def test_a_cpu_asks_the_head_for_one_draft_and_says_so(with_head: Path) -> None:
+    resolved = opened(with_head)
+    assert resolved.speculation is not None
+    assert resolved.speculation.method == "eagle3"
+    rows = {name: (value, reason) for name, value, reason in table(resolved)}
+    assert rows["speculative_config.lookup_miss_tokens"] == ("1", "what method auto takes")
+    assert rows["speculative_config.method"][1] == "a head is shipped for this model"
+
+
+def test_a_head_is_asked_after_a_lookup_and_keeps_what_was_asked() -> None:
     asked = SpeculativeConfig.from_mapping(
         {"method": AUTO, "draft_sample_method": "greedy", "draft_tensor_parallel_size": 2}
     )
-    spec = asked.settled("eagle3")
+    spec = asked.settled("eagle3", "cuda")
     assert (spec.prompt_lookup_min, spec.prompt_lookup_max) == (2, 4)
     assert (spec.draft_sample_method, spec.draft_tensor_parallel_size) == ("greedy", 2)
-    assert SpeculativeConfig(method=AUTO).settled("eagle3").draft_sample_method == "coupled"
+    assert SpeculativeConfig(method=AUTO).settled("eagle3", "cuda").draft_sample_method == "coupled"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +187,12 @@ def test_a_key_that_fits_no_choice_is_refused_by_name(key: str, value: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("draft_tensor_parallel_size", 2), ("draft_sample_method", "coupled")]
+    ("key", "value"),
+    [
+        ("draft_tensor_parallel_size", 2),
+        ("draft_sample_method", "coupled"),
+        ("lookup_miss_tokens", 1),
+    ],
 )
 def test_a_key_that_does_not_fit_the_choice_is_refused_with_it(
     target: Path, key: str, value: Any
@@ -209,24 +231,20 @@ def test_every_leader_and_every_node_resolves_the_same(with_head: Path) -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("keys", [{}, {"lookup_miss_tokens": 3}])
 def test_tokens_are_those_without_speculation(
-    with_head: Path, sampled: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    with_head: Path, sampled: bool, keys: dict[str, Any]
 ) -> None:
-    """With the choice of either device, carried out on this one."""
-    from drumline.engine import opening
-
-    monkeypatch.setattr(opening, "device_of", lambda config: device)
-    batch = jobs(sampled)
+    batch, miss = jobs(sampled), keys.get("lookup_miss_tokens", 1)
     runs = []
-    for speculative in (None, {"method": AUTO, "prompt_lookup_min": 1}):
+    for speculative in (None, {"method": AUTO, "prompt_lookup_min": 1, **keys}):
         llm = engine(with_head, speculative)
         outputs = llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
         runs.append([signature(output) for output in outputs])
         if speculative is not None:
             assert isinstance(llm.core, EngineCore)
             assert llm.core.worker.traits is not None
-            expected = "ngram" if device == "cpu" else "eagle3"
-            assert llm.core.worker.traits.method == expected
+            assert llm.core.worker.traits.method == "eagle3"
+            assert llm.core.resolved.speculation.lookup_miss_tokens == miss
             assert llm.core.scheduler.speculation.drafted > 0
     assert runs[0] == runs[1]

@@ -4,13 +4,14 @@ are, and that nothing is forgotten by halves."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from drafting.kit import Ear, listen, serve
+from drafting.kit import Ear, check_passes, listen, serve
 from drafting.methods import METHODS
 from drafting.rows import draft_row
 from drafting.world import VOCAB, engine, jobs
@@ -20,6 +21,8 @@ from drumline.core.traits import Collective, DrafterTraits, ModelTraits, PerToke
 from drumline.drafting.base import DraftRow, PassLedger, Proposal
 from drumline.drafting.lookup import LookupFirst
 from drumline.drafting.ngram import NgramDrafter
+from drumline.lockstep.decide import Rules
+from drumline.lockstep.script import pass_sizes
 from drumline.models.layers import ModelOutput
 from drumline.parallel.comm import Comm
 from drumline.sampling.distribution import Distribution
@@ -59,10 +62,11 @@ class Network:
         self.closed = True
 
 
-def behind(network: Network, shared: bool = False) -> LookupFirst:
+def behind(network: Network, shared: bool = False, miss: int | None = None) -> LookupFirst:
     """The network behind a lookup, in a step of draft length 3."""
-    network.ledger.begin((8, 8, 8), exact=shared)
-    return LookupFirst(NgramDrafter(2, 3), network, network.ledger)
+    drafter = LookupFirst(NgramDrafter(2, 3), network, network.ledger, miss)
+    network.ledger.begin((8,) * drafter.traits.passes(3), exact=shared)
+    return drafter
 
 
 FOUND = draft_row([1, 2, 3, 9, 1, 2, 3], 3, number=0)
@@ -84,8 +88,9 @@ def test_rows_that_repeat_copy_and_the_others_are_the_networks() -> None:
         ([FOUND], (0, [0]), 1),  # takes in what was committed, no more
         ([FOUND, MUTE], (0, [0, 0]), 1),
         (ROWS, (2, [0, 2, 0]), 2),  # as far as the one that was not found may draft
-        ([OTHER, MUTE], (3, [2, 0]), 3),  # nobody found: as the step says
-        ([], (3, []), 3),
+        ([OTHER, MUTE], (2, [2, 0]), 2),
+        ([MUTE], (0, [0]), 1),
+        ([], (0, []), 1),
     ],
 )
 def test_passes_are_made_for_rows_that_were_not_found(
@@ -96,6 +101,30 @@ def test_passes_are_made_for_rows_that_were_not_found(
     assert network.asked == [asked]
     network.ledger.end()
     assert len(network.ledger.passes) == passes
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("rows", [ROWS, [OTHER], [FOUND]])
+def test_the_network_drafts_less_than_is_copied_where_it_is_told_to(
+    rows: list[DraftRow], shared: bool
+) -> None:
+    """In passes that all ranks know of: so many are in the script, whatever is found."""
+    network = Network()
+    drafter = behind(network, shared, miss=1)
+    assert [drafter.traits.passes(k) for k in range(4)] == [1, 1, 1, 1]
+    assert drafter.traits == replace(network.traits, drafts_max=1)
+    ks, drafts = (1 if shared else 0, 1, 0), ((9, 1, 2), (90,), ())
+    assert drafter.propose(rows, None, 3).drafts == tuple(drafts[row.number] for row in rows)
+    (asked,) = network.asked
+    assert asked == (max(ks[row.number] for row in rows), [ks[row.number] for row in rows])
+    network.ledger.end()
+    assert len(network.ledger.passes) == 1
+
+
+def test_two_of_three_passes_are_in_the_script_where_two_drafts_are_the_most() -> None:
+    traits = DrafterTraits("network", True, True, drafts_max=2)
+    assert [len(pass_sizes(traits, [(1, True)], k)) for k in range(5)] == [1, 1, 2, 2, 2]
+    assert Rules.of(4, replace(traits, later_pass=SHARED)).passes == (1, 1, 2, 2, 2)
 
 
 @pytest.mark.parametrize("rows", [[FOUND], ROWS, [OTHER], []])
@@ -199,9 +228,21 @@ def heard_of(target: Path, config: dict[str, Any], sparing: bool, **settings: An
     ear = listen(llm)
     assert isinstance(ear.inner, LookupFirst)
     if not sparing:
-        ear.inner = Unsparing(ear.inner.ngram, ear.inner.inner, ear.inner.ledger)
+        own = ear.inner
+        ear.inner = Unsparing(own.ngram, own.inner, own.ledger, own.miss_tokens)
     serve(llm, jobs(True, longest=3))
     return ear
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("miss", [1, 2])
+def test_an_engine_makes_as_many_passes_as_the_network_may_draft(
+    tiny_path: TinyPath, miss: int, padded: bool
+) -> None:
+    target = tiny_path(arch="llama", seed=3, vocab=VOCAB)
+    own = METHODS["mtp after lookup"]
+    limited = replace(own, config=lambda path: {**own.config(path), "lookup_miss_tokens": miss})
+    check_passes(target, limited, 3, padded)
 
 
 @pytest.mark.parametrize(

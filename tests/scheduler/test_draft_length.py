@@ -94,6 +94,13 @@ def test_what_a_config_asks_for() -> None:
     assert isinstance(make_draft_length(spec(**table)), TableDraftLength)
     adaptive = make_draft_length(spec(draft_length="adaptive"), flat_costs(3))
     assert isinstance(adaptive, AdaptiveDraftLength)
+    assert adaptive.only_proposed, "a lookup that finds nothing costs nothing"
+    lookup = {"prompt_lookup_min": 2, "draft_length": "adaptive"}
+    for keys, free in (({}, False), ({"lookup_miss_tokens": 1}, True)):
+        made = make_draft_length(spec(method="mtp", **lookup, **keys), flat_costs(3))
+        assert made.only_proposed is free
+    own = make_draft_length(spec(method="a.Class", draft_length="adaptive"), flat_costs(3))
+    assert not own.only_proposed, "of which nobody knows what asking costs"
     # Several replicas keep the table and agree, unless they are told to take the static length.
     assert isinstance(make_draft_length(spec(**table), None, 2), TableDraftLength)
     told = spec(**table, dp_draft_length="static")

@@ -332,10 +332,16 @@ def test_prompts_in_pieces_do_not_vote() -> None:
     world.run()
 
 
-def test_a_drafter_that_finds_nothing_is_asked_less() -> None:
-    """What was asked for and not proposed counts: a step was planned for it."""
+@pytest.mark.parametrize(
+    ("free", "least", "most"), [(False, 0.0, 0.4), (True, 2.8, 3.0)], ids=["drafter", "lookup"]
+)
+def test_a_drafter_that_finds_nothing_is_asked_less(free: bool, least: float, most: float) -> None:
+    """What was asked for and not proposed counts: a step was planned for it. Not of a lookup,
+    where asking costs nothing: it finds something later, and is asked for as much as pays then."""
     world = world_of(
-        max_model_len=512, block_count=400, draft_length=AdaptiveDraftLength(3, costs_of(4, 3))
+        max_model_len=512,
+        block_count=400,
+        draft_length=AdaptiveDraftLength(3, costs_of(4, 3), only_proposed=free),
     )
     execute = world.worker.execute
 
@@ -348,7 +354,18 @@ def test_a_drafter_that_finds_nothing_is_asked_less() -> None:
     world.add(make_request(0, [1], 200))
     world.run()
     lengths = [plan.draft_k for plan in world.plans[20:-1]]
-    assert sum(lengths) <= 0.4 * len(lengths)
+    assert least * len(lengths) <= sum(lengths) <= most * len(lengths)
+
+
+def test_a_lookups_step_says_what_a_length_costs_if_it_has_the_drafts() -> None:
+    length = AdaptiveDraftLength(3, costs_of(4, 3), only_proposed=True)
+    scheduler = world_of(draft_length=length).scheduler
+    before = length.costs.micros(1)
+    bare = Row(0, 9, (1,), (0,), True)
+    found = Row(0, 9, (1,), (0, 1, 2), True, drafts=(5, 6, 7))
+    for row, told in ((bare, False), (found, True)):
+        scheduler.note_seconds(StepPlan(0, 0, (row,), draft_k=3, verify_width=4), 9.0)
+        assert (length.costs.micros(1)[3] > before[3]) is told
 
 
 def test_only_a_steady_step_says_what_a_length_costs() -> None:

@@ -57,6 +57,12 @@ class EngineConfig:
         _ = self.speculation  # read once here, so that a mistake shows before anything is loaded
 
     @property
+    def device(self) -> str:
+        """What is computed on; it also says who drafts where that is left open."""
+        device = self.runtime.device
+        return "cpu" if device == "auto" else device
+
+    @property
     def speculation_keys(self) -> dict[str, Any] | None:
         """The keys asked of speculation, shortcuts included, as typed; None: no speculation."""
         text = self.speculative.speculative_config

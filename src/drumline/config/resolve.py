@@ -98,7 +98,7 @@ def resolve(
     """
     notes = Notes()
     mesh = resolve_mesh(asked, model, notes)
-    device = device_of(asked)
+    device = asked.device
     if asked.runtime.device == "auto":
         notes.choose("device", device, "this release computes on the CPU")
     dtype = asked.model.dtype
@@ -153,12 +153,6 @@ def resolve(
         choices=tuple(notes.choices),
         adjustments=tuple(notes.adjustments),
     )
-
-
-def device_of(asked: EngineConfig) -> str:
-    """What is computed on, which also says who drafts where that is left open."""
-    device = asked.runtime.device
-    return "cpu" if device == "auto" else device
 
 
 def _with_speculation(asked: EngineConfig, spec: SpeculativeConfig | None) -> EngineConfig:

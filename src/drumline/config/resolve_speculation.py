@@ -13,7 +13,8 @@ from drumline.config.facts import DrafterFacts
 from drumline.config.mesh import Mesh
 from drumline.config.notes import Notes
 from drumline.config.resolve_parallel import check_drafter_shards, without_dynamic_length
-from drumline.config.speculative import AUTO, PREFIX, TOKENS_MAX, SpeculativeConfig
+from drumline.config.speculative import PREFIX, TOKENS_MAX, SpeculativeConfig
+from drumline.config.speculative_methods import AUTO
 from drumline.core.errors import ConfigError
 
 
@@ -36,6 +37,10 @@ def resolve_tokens(
     if drafter.tokens_max is not None and count > drafter.tokens_max:
         problem = f"the {drafter.method} checkpoint drafts at most {drafter.tokens_max} at once"
         raise ConfigError(PREFIX + "num_speculative_tokens", count, problem)
+    missed = spec.lookup_miss_tokens
+    if missed is not None and missed > count:
+        problem = f"must be at most num_speculative_tokens={count}"
+        raise ConfigError(PREFIX + "lookup_miss_tokens", missed, problem)
     table = spec.num_speculative_tokens_per_batch_size
     if table is not None and (clamped := clamp_table(table, count)) != table:
         reason = f"num_speculative_tokens={count} is the most"
@@ -86,15 +91,11 @@ def _settled(
     adapts = mesh.dp == 1 or spec.dp_draft_length != "static"
     if spec.draft_length == "adaptive" and keys.get("draft_length") is None and not adapts:
         spec = replace(spec, draft_length="static")
-    found = spec.settled(drafter.method)
+    found = spec.settled(drafter.method, asked.device)
     notes.choose(PREFIX + "method", drafter.method, drafter.reason)
-    for name in (
-        "num_speculative_tokens",
-        "draft_length",
-        "prompt_lookup_min",
-        "prompt_lookup_max",
-    ):
-        if keys.get(name) is None:
+    lookup = ("prompt_lookup_min", "prompt_lookup_max", "lookup_miss_tokens")
+    for name in ("num_speculative_tokens", "draft_length", *lookup):
+        if keys.get(name) is None and getattr(found, name) is not None:
             notes.choose(PREFIX + name, getattr(found, name), "what method auto takes")
     return found
 

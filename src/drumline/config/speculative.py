@@ -21,48 +21,22 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn, Self
 
 from drumline.config.fields import Field, Kind, check, option, read_value
+from drumline.config.speculative_methods import (
+    AUTO,
+    HOST_METHODS,
+    KEY_METHODS,
+    METHODS,
+    NEEDS_MODEL,
+    WEIGHTED,
+)
 from drumline.config.speculative_refused import REFUSED_KEYS, REFUSED_METHODS, REFUSED_REJECTION
 from drumline.core.errors import ConfigError, nearest_name
 
 PREFIX = "speculative_config."
-TOKENS_AUTO, LOOKUP_AUTO = 3, (2, 4)  # what method auto takes where nothing is said
+# What method auto takes where nothing is said; of a network on a CPU one draft pays, rarely two.
+TOKENS_AUTO, LOOKUP_AUTO, MISS_AUTO_CPU = 3, (2, 4), 1
 TOKENS_MAX = 128  # vLLM's limit on drafts per request and step
 PARALLEL_MAX = 1024  # ranks of one kind: a limit on typing errors
-
-AUTO = "auto"  # whoever suits the target and the device; `resolve` settles it
-METHODS = (
-    AUTO,
-    "ngram",
-    "suffix",
-    "draft_model",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "dflash",
-    "medusa",
-    "extract_hidden_states",
-    "custom_class",
-)
-HOST_METHODS = ("ngram", "suffix")  # read tokens and run no model
-_NEEDS_MODEL = ("draft_model", "eagle", "dflash", "medusa", "custom_class")
-_WEIGHTED = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "medusa")
-_MAY_HAVE_MODEL = (*_NEEDS_MODEL, "eagle3", "mtp")
-
-# Keys that mean something to some methods only.
-_KEY_METHODS: dict[str, tuple[str, ...]] = {
-    "model": _MAY_HAVE_MODEL,
-    "revision": _WEIGHTED,
-    "draft_tensor_parallel_size": (AUTO, *_WEIGHTED),
-    "prompt_lookup_min": (AUTO, "ngram", *_WEIGHTED),
-    "prompt_lookup_max": (AUTO, "ngram", *_WEIGHTED),
-    "suffix_decoding_max_tree_depth": ("suffix",),
-    "suffix_decoding_max_cached_requests": ("suffix",),
-    "suffix_decoding_max_spec_factor": ("suffix",),
-    "suffix_decoding_min_token_prob": ("suffix",),
-    "use_heterogeneous_vocab": ("draft_model",),
-    "hidden_states_dir": ("extract_hidden_states",),
-    "hidden_states_taps": ("extract_hidden_states",),
-}
 
 _REFUSED_VALUES = {"method": REFUSED_METHODS, "rejection_sample_method": REFUSED_REJECTION}
 
@@ -171,6 +145,14 @@ class SpeculativeConfig:
         high=1024,
         when_none="prompt_lookup_min, or 5 for ngram, or 4 for auto, else no lookup",
     )
+    lookup_miss_tokens: int | None = option(
+        None,
+        Kind.INTEGER,
+        "most drafts of the network where the lookup finds nothing",
+        low=1,
+        high=TOKENS_MAX,
+        when_none="num_speculative_tokens",
+    )
     suffix_decoding_max_tree_depth: int = option(
         24, Kind.INTEGER, "longest string in the suffix trees", low=1, high=1024
     )
@@ -218,7 +200,7 @@ class SpeculativeConfig:
                 _refuse(name, value, f"refused: {refused[value]}")
         _name_method(asked)
         for name in asked:
-            methods = _KEY_METHODS.get(name, METHODS)
+            methods = KEY_METHODS.get(name, METHODS)
             if asked["method"] not in methods:
                 _refuse(name, asked[name], f"method {asked['method']} has no use for it")
         return cls(**{name: read_value(KEYS[name], value) for name, value in asked.items()})
@@ -229,16 +211,18 @@ class SpeculativeConfig:
         return {
             name: value
             for name, value in values.items()
-            if value is not None and self.method in _KEY_METHODS.get(name, METHODS)
+            if value is not None and self.method in KEY_METHODS.get(name, METHODS)
         }
 
-    def settled(self, method: str) -> SpeculativeConfig:
-        """The config of the method that was chosen for auto: what was asked and what auto fills in
-        are passed on. Raises `ConfigError` for a key that means nothing there."""
+    def settled(self, method: str, device: str) -> SpeculativeConfig:
+        """The config of the method that was chosen for auto on ``device``: what was asked and what
+        auto fills in are passed on. Raises `ConfigError` for a key that means nothing there."""
         assert self.method == AUTO
         said = {
             name: value for name, value in self.to_mapping().items() if value != KEYS[name].default
         }
+        if device == "cpu" and method in WEIGHTED:
+            said.setdefault("lookup_miss_tokens", MISS_AUTO_CPU)
         try:
             return SpeculativeConfig.from_mapping({**said, "method": method})
         except ConfigError as error:
@@ -359,7 +343,7 @@ def _left_open(config: Any) -> dict[str, Any]:
 
 def _check_together(config: SpeculativeConfig) -> None:
     method, table = config.method, config.num_speculative_tokens_per_batch_size
-    if config.model is None and method in _NEEDS_MODEL:
+    if config.model is None and method in NEEDS_MODEL:
         what = "the dotted path of the class" if method == "custom_class" else "a draft checkpoint"
         _refuse("model", None, f"method {method} needs {what}")
     if method == "custom_class" and not _is_dotted(config.model or ""):
@@ -372,6 +356,9 @@ def _check_together(config: SpeculativeConfig) -> None:
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
     if low is not None and high is not None and low > high:
         _refuse("prompt_lookup_min", low, f"must be at most prompt_lookup_max={high}")
+    if config.lookup_miss_tokens is not None and low is None:
+        problem = "needs prompt_lookup_min or prompt_lookup_max: nothing is looked up"
+        _refuse("lookup_miss_tokens", config.lookup_miss_tokens, problem)
     _check_sampling(config)
     if method == "extract_hidden_states":
         if config.hidden_states_dir is None:

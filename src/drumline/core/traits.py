@@ -65,6 +65,8 @@ class DrafterTraits:
     ``queries_ahead``: positions queried beyond the last draft (1 for block drafters).
     ``catch_up``: tokens its first pass may take beyond a row's target tokens (1 for a draft
     model, which reads the new token too when it meets a sequence).
+    ``drafts_max``: the most drafts that its passes make, None if as many as a step has: the others
+    come from a lookup.
     ``first_pass``, ``later_pass``: what those passes issue on this mesh; nothing on one rank.
     """
 
@@ -75,6 +77,7 @@ class DrafterTraits:
     in_one_pass: bool = False
     queries_ahead: int = 0
     catch_up: int = 0
+    drafts_max: int | None = None
     positions_max: int | None = None
     first_pass: ModelTraits = ModelTraits()
     later_pass: ModelTraits = ModelTraits()
@@ -92,6 +95,8 @@ class DrafterTraits:
         """Draft passes in a step of draft length ``k``; a stateful drafter always makes one."""
         if not self.runs_forward:
             return 0
+        if self.drafts_max is not None:
+            k = min(k, self.drafts_max)
         wanted = min(k, 1) if self.in_one_pass else k
         return max(wanted, 1) if self.stateful else wanted
 

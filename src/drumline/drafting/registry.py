@@ -6,7 +6,7 @@ import importlib
 from typing import cast
 
 from drumline.config import DrafterFacts, SpeculativeConfig
-from drumline.config.speculative import AUTO
+from drumline.config.speculative_methods import AUTO
 from drumline.drafting.base import Drafter, DrafterContext, DrafterModule
 from drumline.models.checkpoint import Checkpoint
 
@@ -33,14 +33,15 @@ def drafter_facts(
     speculative: SpeculativeConfig, checkpoint: Checkpoint, device: str = "cpu"
 ) -> DrafterFacts:
     """What `resolve` must know of the drafter that is asked for, or of the one that suits the
-    target on this device; reads no weights. ``checkpoint`` is the target's. Raises `UsageError`
-    for a draft checkpoint that is missing or does not fit."""
+    target where that is left open; reads no weights. ``checkpoint`` is the target's, ``device``
+    what is computed on. Raises `UsageError` for a draft checkpoint that is missing or does not
+    fit."""
     reason = ""
     if speculative.method == AUTO:
         from drumline.drafting.auto import choose_method
 
-        method, reason = choose_method(checkpoint, device)
-        speculative = speculative.settled(method)
+        method, reason = choose_method(checkpoint)
+        speculative = speculative.settled(method, device)
     found = drafter_module(speculative.method).facts(speculative, checkpoint)
     return DrafterFacts(**{"method": speculative.method, "reason": reason, **found})
 
@@ -56,4 +57,6 @@ def load_drafter(context: DrafterContext) -> Drafter:
     from drumline.drafting.lookup import LookupFirst
     from drumline.drafting.ngram import NgramDrafter
 
-    return LookupFirst(NgramDrafter(shortest, longest), drafter, context.ledger)
+    return LookupFirst(
+        NgramDrafter(shortest, longest), drafter, context.ledger, settings.lookup_miss_tokens
+    )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.config import EngineConfig, ModelFacts, Resolved, read_machine, resolve
-from drumline.config.resolve import device_of
 from drumline.config.speculative import PREFIX
 from drumline.core.errors import ConfigError
 from drumline.drafting.registry import drafter_facts
@@ -42,7 +41,7 @@ def open_engine(config: EngineConfig) -> Opened:
     checkpoint = open_checkpoint(path, config.model.quantization)
     drafter = None
     if config.speculation is not None:
-        drafter = drafter_facts(config.speculation, checkpoint, device_of(config))
+        drafter = drafter_facts(config.speculation, checkpoint, config.device)
     machine = read_machine()
     native = machine.native_ops and config.runtime.ops_backend != "reference"
     resolved = resolve(config, model_facts(checkpoint, native), machine, drafter)

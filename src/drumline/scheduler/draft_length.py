@@ -30,10 +30,14 @@ SILENT = DraftVote()
 
 class DraftLength(Protocol):
     """Chooses a step's draft length and learns from executed steps. ``lookup``: the table that
-    lengths follow, if they follow one."""
+    lengths follow, if they follow one. ``only_proposed``: what was asked of a drafter and not
+    proposed teaches nothing, because asking cost nothing."""
 
     @property
     def lookup(self) -> DraftTable | None: ...
+
+    @property
+    def only_proposed(self) -> bool: ...
 
     def vote(self, decoding: Sequence[int]) -> DraftVote:
         """What is told of a step in which these requests decode, by number; nobody: nothing."""
@@ -74,6 +78,10 @@ class StaticDraftLength:
     @property
     def lookup(self) -> DraftTable | None:
         return None
+
+    @property
+    def only_proposed(self) -> bool:
+        return False
 
     def vote(self, decoding: Sequence[int]) -> DraftVote:
         return SILENT
@@ -144,12 +152,21 @@ class AdaptiveDraftLength:
     is left again. A request that does worse than the others gets fewer drafts: its k-th draft is
     asked for only while its chance is worth the time of verifying it. Of every 32 steps two take
     the next longer or shorter length, so that its cost and acceptance are known and not believed.
+
+    With ``only_proposed`` chances and costs are those of steps in which drafts were proposed: a
+    step without any costs and brings what one of K = 0 does, whatever was asked, and speaks for
+    no length and against none.
     """
 
     def __init__(
-        self, num_speculative_tokens: int, costs: CostCurve, acceptance: Acceptance | None = None
+        self,
+        num_speculative_tokens: int,
+        costs: CostCurve,
+        acceptance: Acceptance | None = None,
+        only_proposed: bool = False,
     ) -> None:
         self.lookup = None
+        self.only_proposed = only_proposed
         self.num_speculative_tokens = num_speculative_tokens
         self.costs = costs
         self.acceptance = acceptance or Acceptance(num_speculative_tokens)
@@ -225,5 +242,7 @@ def make_draft_length(
         return TableDraftLength(count, dynamic_sd_lookup(table, count))
     if spec.draft_length == "adaptive":
         assert costs is not None, "an adaptive draft length needs measured costs"
-        return AdaptiveDraftLength(count, costs)
+        # A lookup finds nothing most of the time, which costs nothing.
+        looks_up = spec.runs_on_host or spec.lookup_miss_tokens is not None
+        return AdaptiveDraftLength(count, costs, only_proposed=looks_up)
     return StaticDraftLength(count)

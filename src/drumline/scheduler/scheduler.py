@@ -304,7 +304,7 @@ class Scheduler:
 
     def note_seconds(self, plan: StepPlan, seconds: float) -> None:
         """How long a committed step took, which says what a draft length costs if it is steady."""
-        if plan.steady:
+        if plan.steady and (plan.full or not self.draft_length.only_proposed):
             self.draft_length.observe_seconds(len(plan.rows), plan.draft_k, seconds)
 
     def _commit_row(
@@ -347,7 +347,9 @@ class Scheduler:
         self, sequence: Sequence, row: Row, accepted_count: int, kept_count: int
     ) -> None:
         """What was right teaches; what was right and kept is reported."""
-        self.draft_length.observe(sequence.number, sequence.asked_count, accepted_count)
+        only_proposed = self.draft_length.only_proposed
+        tried_count = len(row.drafts) if only_proposed else sequence.asked_count
+        self.draft_length.observe(sequence.number, tried_count, accepted_count)
         for counts in (sequence.speculation, self._speculation):
             counts.note(len(row.drafts), min(accepted_count, kept_count))
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from drumline.config import Resolved
-from drumline.config.speculative import HOST_METHODS
+from drumline.config.speculative_methods import HOST_METHODS
 from drumline.core.errors import ConfigError
 from drumline.core.ledger import Ledger
 from drumline.drafting.base import DrafterContext, PassLedger, TargetModel
