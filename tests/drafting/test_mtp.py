@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,12 +16,14 @@ from drafting.golden import GoldenMtp, GoldenOwnMtp
 from drafting.golden_world import Piece, World, build, random_tokens, settings
 from drumline.core.errors import CheckpointError, ConfigError
 from drumline.drafting.mtp import facts, read
-from drumline.drafting.neural import head_rows
+from drumline.drafting.neural import head_rows, lean_rows
 from drumline.models.checkpoint import open_checkpoint
 from drumline.models.layers import EMBEDDING
 from drumline.models.tiny import write_tiny
 from drumline.models.tiny_drafts import add_mtp, write_mtp
 from drumline.models.upcycle import upcycle_mtp
+from drumline.ops.base import Ops
+from drumline.ops.quantize import quantize
 from drumline.ops.weights import WeightTensor
 
 TinyPath = Callable[..., Path]
@@ -144,6 +146,25 @@ def test_rows_of_a_quantised_head_stay_as_they_are() -> None:
     rows = head_rows(checkpoint, (1, 4, 5))
     assert (rows.kind, rows.shape) == ("Q8_0", (3, 64))
     assert torch.equal(rows.to_float(), head.to_float()[[1, 4, 5]])
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q4_0"])
+def test_a_draft_s_rows_become_lean_where_that_makes_them_smaller(kind: str) -> None:
+    values = torch.randn((6, 64), generator=torch.Generator().manual_seed(1))
+    data = values if kind == "F32" else quantize(kind, values)
+    stored = WeightTensor(EMBEDDING, (6, 64), kind, data)
+    native, reference = (cast(Ops, SimpleNamespace(name=name)) for name in ("native", "reference"))
+    lean = lean_rows(stored, native)
+    assert lean.shape == stored.shape
+    if kind in ("Q4_1", "Q4_0"):
+        assert lean is stored, "blocks of 4 bits stay what they are"
+    else:
+        assert lean.kind == "Q4_1"
+        assert lean.nbytes < stored.nbytes
+        assert torch.equal(lean.data, quantize("Q4_1", stored.to_float()))
+    assert lean_rows(stored, reference) is stored
+    narrow = WeightTensor(EMBEDDING, (6, 40), "F32", torch.randn(6, 40))
+    assert lean_rows(narrow, native) is narrow, "no whole blocks"
 
 
 def test_facts_say_what_the_cache_must_hold(target: Path, tmp_path: Path) -> None:

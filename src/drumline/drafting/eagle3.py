@@ -54,6 +54,7 @@ from drumline.drafting.neural import (
     head_rows,
     kv_spec_of,
     lean,
+    lean_rows,
     load_layers,
     network_facts,
     positions_of,
@@ -268,7 +269,8 @@ class Eagle3Network:
             return self.ops.load_linear([draft.weights[HEAD]])
         if draft.table is None:
             return context.target.head
-        return self.ops.load_linear([head_rows(context.checkpoint, draft.table)])
+        rows = head_rows(context.checkpoint, draft.table)
+        return self.ops.load_linear([lean_rows(rows, self.ops)])
 
     def read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
         ops = self.ops

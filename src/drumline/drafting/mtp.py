@@ -59,6 +59,7 @@ from drumline.drafting.neural import (
     head_rows,
     kv_spec_of,
     lean,
+    lean_rows,
     load_layers,
     network_facts,
     positions_of,
@@ -267,7 +268,9 @@ class MtpNetwork:
         self.final_norm = ops.load_vector(weights[FINAL_NORM])
         self.head: Linear = context.target.head
         if draft.table is not None:
-            self.head = ops.load_linear([head_rows(context.checkpoint, draft.table)])
+            self.head = ops.load_linear(
+                [lean_rows(head_rows(context.checkpoint, draft.table), ops)]
+            )
 
     def _load_block(
         self, config: ArchitectureConfig, weights: Mapping[str, WeightTensor], positions: int

@@ -31,14 +31,17 @@ from drumline.drafting.passes import Lane, PassInputs, draw, proposal
 from drumline.models.checkpoint import Checkpoint
 from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import EMBEDDING, HEAD, KVSpec, ModelOutput
-from drumline.models.quantize import QuantizedTensors
+from drumline.models.quantize import BLOCK, QuantizedTensors
 from drumline.models.registry import model_module
 from drumline.ops.base import KVCache, LayerWeights, Ops, PagedBatch
 from drumline.ops.indices import IndexMemory, pick_rows
+from drumline.ops.quant import bytes_per_row
+from drumline.ops.quantize import quantize
 from drumline.ops.weights import WeightTensor
 from drumline.sampling.draft import DraftSampler
 
 FIRST_KEY = 1  # slot 0 holds no entry
+LEAN = "Q4_1"  # a head's matrices where quantized ones are multiplied as they are
 
 
 class DraftNetwork(Protocol):
@@ -244,14 +247,23 @@ def load_layers(
 
 
 def lean(weights: Mapping[str, WeightTensor], ops: Ops) -> Mapping[str, WeightTensor]:
-    """A head's matrices in blocks of int8, where the backend multiplies such: a pass of one layer
+    """A head's matrices in blocks of 4 bits, where the backend multiplies such: a pass of one layer
     takes its time for reading them. A draft is a guess, and nothing that is emitted changes."""
     if ops.name != "native":
         return weights
     try:
-        return QuantizedTensors(weights, "Q8_0")
+        return QuantizedTensors(weights, LEAN)
     except ConfigError:  # they are in blocks already, or no row is of whole blocks
         return weights
+
+
+def lean_rows(rows: WeightTensor, ops: Ops) -> WeightTensor:
+    """The same for rows of the target's head, whatever they are stored as."""
+    if ops.name != "native" or rows.shape[1] % BLOCK:
+        return rows
+    if rows.nbytes <= rows.shape[0] * bytes_per_row(LEAN, rows.shape[1]):
+        return rows
+    return WeightTensor(rows.name, rows.shape, LEAN, quantize(LEAN, rows.to_float()))
 
 
 def head_rows(checkpoint: Checkpoint, table: tuple[int, ...]) -> WeightTensor:
