@@ -80,3 +80,40 @@ def test_shares_of_spread_experts(fleets: Fleets, moe: Path, alone: list[tuple[i
     core = start(fleets, moe, "mtp", 2, data_parallel_size=2, enable_expert_parallel=True, seed=0)
     assert [out.token_ids for out in run(core, JOBS)] == alone
     core.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "miss"),
+    [
+        ({"tensor_parallel_size": 2}, None),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, 2),
+    ],
+    ids=["tp", "dp+ep"],
+)
+def test_shared_passes_are_made_whatever_a_lookup_finds(
+    layout: dict[str, Any], miss: int | None, fleets: Fleets, moe: Path
+) -> None:
+    """One rank's rows are found and another's are not: all make the passes of the script."""
+    batch = [Job((5, 9, 5, 9, 5, 9), 8), *JOBS, Job((7, 7, 7), 5)]
+    whole = [out.token_ids for out in run(EngineCore.load(config(moe)), batch)]
+    asked = {"method": "mtp", "num_speculative_tokens": K, "prompt_lookup_min": 1}
+    asked["draft_tensor_parallel_size"] = layout.get("tensor_parallel_size", 1)
+    if miss is not None:
+        asked["lookup_miss_tokens"] = miss
+    core = fleets.start(moe, speculative_config=json.dumps(asked), **layout)
+    assert [out.token_ids for out in run(core, batch)] == whole
+    assert core.speculation.drafted > 10
+    core.pause()
+    ring = core.ranks.ring(0)
+    assert ring is not None
+    parts: dict[int, set[int]] = {}
+    for record in ring.records:
+        if record.entry.phase == "target":
+            parts.setdefault(record.step, set())
+        elif record.entry.phase == "draft":
+            parts.setdefault(record.step, set()).add(record.entry.part)
+    del parts[min(parts)]  # of which the ring may have lost the beginning
+    every = set(range(K if miss is None else miss))
+    assert all(made in ({0}, every) for made in parts.values())
+    assert every in parts.values()
+    core.close()
