@@ -19,9 +19,9 @@ A next-token module lies beside the layers, as layer ``num_hidden_layers``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from drumline.models.config import ArchitectureConfig, ExpertsConfig, LatentConfig
