@@ -79,6 +79,26 @@ int open_process(int pid) {
 #endif
 }
 
+// Asks for lines that are read, or written, soon. Every x86-64 processor takes a prefetch for
+// writing; those that know none do nothing.
+void ask_to_read(const std::uint8_t* from, std::size_t nbytes) {
+    for (std::size_t at = 0; at < nbytes; at += line) {
+        __builtin_prefetch(from + at);
+    }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("prfchw")))
+#endif
+void ask_to_write(std::uint8_t* to, std::size_t nbytes) {
+    for (std::size_t at = 0; at < nbytes; at += line) {
+        __builtin_prefetch(to + at, 1);
+    }
+}
+
+// More than so much is read ahead by the processor itself, and falls out of near caches.
+constexpr std::size_t asked_max = 16384;
+
 // An empty tensor may have no address at all.
 void copy(void* to, const void* from, std::size_t nbytes) {
     if (nbytes != 0) {
@@ -372,6 +392,10 @@ ShmOutcome ShmGroup::reduce(const float* src, std::size_t count, float* dst, std
         if (!outcome.good()) {
             return outcome;
         }
+        const std::size_t asked = std::min(part * sizeof(float), asked_max);
+        for (int rank = 0; rank < ranks_; ++rank) {
+            ask_to_read(buffer(rank, number), rank == rank_ ? 0 : asked);
+        }
         copy(dst + at, buffer(0, number), part * sizeof(float));
         for (int rank = 1; rank < ranks_; ++rank) {
             const auto* other = reinterpret_cast<const float*>(buffer(rank, number));
@@ -380,6 +404,9 @@ ShmOutcome ShmGroup::reduce(const float* src, std::size_t count, float* dst, std
                 sum[i] += other[i];
             }
         }
+        // Everybody has read what this rank published before; its lines are in their caches, and
+        // to write them next means to take them back, which takes as long as it takes.
+        ask_to_write(buffer(rank_, number + 1), asked);
         at += part;
     } while (at < count);
     return {};

@@ -127,16 +127,22 @@ class SocketPlans:
 
 
 class SocketPlanSource:
-    """A follower's `PlanSource`."""
+    """A follower's `PlanSource`. ``spin_seconds``: how long it looks for the next plan before it
+    sleeps, since to be woken takes longer than the leader needs between two steps."""
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, spin_seconds: float = 0.0) -> None:
         self._pipe = Pipe(end, decode_shipped)
+        self._spin_seconds = spin_seconds
         self._waiting: list[Shipped] = []
 
     def receive(self) -> tuple[int, bytes] | None:
+        spin_until = time.monotonic() + self._spin_seconds
         while not self._waiting:
             if self._pipe.gone:
                 return None
+            if time.monotonic() < spin_until:
+                self._waiting = self._pipe.receive()
+                continue
             poll = select.poll()
             poll.register(self._pipe.fileno(), self._pipe.interest)
             poll.poll()  # the end of the leader or of the supervisor ends this wait

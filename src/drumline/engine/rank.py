@@ -33,12 +33,13 @@ from drumline.engine.messages import Begin, Birth, Serve, Standby, Trouble, Warm
 from drumline.engine.opening import Opened
 from drumline.engine.pipes import exit_when_gone, interface_to
 from drumline.engine.trial import worker_of
+from drumline.lockstep.channel import PlanSource
 from drumline.lockstep.conductor import Deadlines
 from drumline.lockstep.follower import Follower
 from drumline.lockstep.forming import Introduction
 from drumline.models.checkpoint import open_checkpoint
 from drumline.parallel import gloo
-from drumline.parallel.groups import RankComms, connect_gloo, connect_shm
+from drumline.parallel.groups import RankComms, connect_gloo, connect_shm, crowded
 from drumline.parallel.shm import raise_abort
 from drumline.worker.load import load_worker, warm_up
 from drumline.worker.survey import survey
@@ -47,6 +48,7 @@ from drumline.worker.worker import Worker
 EXIT_BROKEN, EXIT_ORPHANED = 1, 3
 ALLOWANCE = 4.0  # times the slowest rank's time for a token
 LAST_WORDS_SECONDS = 0.05
+PLAN_SPIN_SECONDS = 1e-3  # what a leader takes between two steps of a decode, and some more
 
 Word = TypeVar("Word", Begin, Serve)
 
@@ -98,7 +100,9 @@ def _live(birth: Birth, ends: Ends, ledger: Ledger) -> None:
     if resolved.mesh.leads(rank):
         LeaderLoop(birth, ends, ledger, comms, opened, worker, length, deadlines).run()
     else:
-        _follow(ends, worker, ledger, comms, deadlines)
+        (leader,) = ends.plans.values()
+        spin = 0.0 if crowded(resolved.mesh) else PLAN_SPIN_SECONDS
+        _follow(SocketPlanSource(leader, spin), worker, ledger, comms, deadlines)
     comms.close()
 
 
@@ -117,16 +121,15 @@ def _connect(birth: Birth, ends: Ends, ledger: Ledger) -> RankComms:
 
 
 def _follow(
-    ends: Ends, worker: Worker, ledger: Ledger, comms: RankComms, deadlines: Deadlines
+    source: PlanSource, worker: Worker, ledger: Ledger, comms: RankComms, deadlines: Deadlines
 ) -> None:
     """Executes what the leader ships, until it ships no more."""
-    (leader,) = ends.plans.values()
 
     def execute(plan: StepPlan) -> None:
         comms.set_timeout(allowed(deadlines, plan))
         worker.execute(plan)
 
-    follower = Follower(SocketPlanSource(leader), execute, ledger)
+    follower = Follower(source, execute, ledger)
     while follower.step():
         pass
 

@@ -138,7 +138,7 @@ def connect_shm(
     watch_fd: int = -1,
 ) -> RankComms:
     """Attaches ``rank`` to its groups. The descriptors stay the caller's."""
-    spin_us = SPIN_US if mesh.size <= _cores() else CROWDED_SPIN_US
+    spin_us = CROWDED_SPIN_US if crowded(mesh) else SPIN_US
     comms: dict[str, Comm] = {}
     for group, segment in segments_of(segments, rank).items():
         comms[group.kind] = shm_comm(
@@ -182,6 +182,11 @@ def _rank_comms(mesh: Mesh, rank: int, comms: Mapping[str, Comm], ledger: Ledger
         ep=ep,
         agreement=None if agreement is None else AgreementOverComm(agreement),
     )
+
+
+def crowded(mesh: Mesh) -> bool:
+    """Whether ranks outnumber cores, so that who spins takes the core of whom it waits for."""
+    return mesh.size > _cores()
 
 
 def _cores() -> int:
