@@ -19,7 +19,7 @@ namespace drumline {
 class Pool {
 public:
     static constexpr int parts_max = 65535;
-    static constexpr int threads_max = 64;  // more are not used
+    static constexpr int threads_max = 1024;  // as many as a configuration may ask for
 
     static Pool& instance();
 
