@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is, and nothing about what is tested.
+settings.register_profile("drumline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("drumline")
 
 # Threads that spin while they wait take the core from the thread they wait for wherever tests share
 # the machine. Read when torch is loaded, so it stands here.
