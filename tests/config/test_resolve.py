@@ -302,6 +302,34 @@ def test_native_operations_that_are_not_there() -> None:
     assert run(None, native, ops_backend="reference").ops_backend == "reference"
 
 
+@pytest.mark.parametrize(
+    ("asked", "stored"),
+    [
+        ({}, "float16"),
+        ({"ops_backend": "native"}, "float16"),
+        ({"ops_backend": "reference"}, "float32"),
+        ({"dtype": "float32"}, "float32"),
+        ({"kv_cache_dtype": "float32"}, "float32"),
+        ({"kv_cache_dtype": "int8"}, "int8"),
+    ],
+)
+def test_keys_and_values_are_halves_beside_native_operations(
+    asked: dict[str, Any], stored: str
+) -> None:
+    """Unless numbers are asked for; what one token takes goes with it."""
+    native = machine(native_ops=True)
+    resolved = run(None, native, **asked)
+    assert resolved.kv_cache_dtype == resolved.config.cache.kv_cache_dtype == stored
+    size = {"float16": 2, "float32": 4}
+    if stored in size:
+        assert (
+            resolved.kv_cache_bytes == resolved.num_kv_blocks * 16 * 2 * 30 * 3 * 64 * size[stored]
+        )
+    assert run(None, machine(native_ops=False), **asked).kv_cache_dtype == (
+        asked.get("kv_cache_dtype", "float32")
+    )
+
+
 def test_more_threads_than_processors() -> None:
     resolved = run(threads=5)
     assert resolved.threads == 4

@@ -18,6 +18,7 @@ from drumline.core.params import SamplingParams
 from drumline.drafting.extract import HiddenStatesWriter
 from drumline.engine.llm import LLM
 from drumline.ops.base import PagedBatch
+from drumline.ops.reference_attention import ReferenceKV
 from drumline.worker.worker import Worker
 
 TinyPath = Callable[..., Path]
@@ -37,10 +38,12 @@ def extract(folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 def states(worker: Worker, tokens: list[int]) -> dict[int, Tensor]:
-    """The target's taps over a whole sequence at once, in a cache of its own."""
+    """The target's taps over a whole sequence at once, in a cache of its own like the worker's."""
     model, ops, spec = worker.model, worker.ops, worker.model.kv_spec
     blocks = -(-len(tokens) // BLOCK)
-    cache = ops.allocate_kv(spec.layers, blocks, BLOCK, spec.kv_heads, spec.head_dim, "float32")
+    assert isinstance(worker.cache, ReferenceKV)
+    numbers = str(worker.cache.values.dtype).removeprefix("torch.")
+    cache = ops.allocate_kv(spec.layers, blocks, BLOCK, spec.kv_heads, spec.head_dim, numbers)
     at = torch.arange(len(tokens))
     batch = PagedBatch(at, at, (0, len(tokens)), (tuple(range(blocks)),))
     with torch.inference_mode():

@@ -24,6 +24,7 @@ from drumline.models.checkpoint import open_checkpoint
 
 LENGTH = 64
 BLOCK = 4
+NUMBERS = "float16"  # of keys and values, whatever the operations
 VOCAB = 128
 
 Job = tuple[tuple[int, ...], SamplingParams]
@@ -89,18 +90,19 @@ def tell(prompt: tuple[int, ...], params: SamplingParams, token_ids: tuple[int, 
 
 
 def engine(target: Path, speculative: dict[str, Any] | None = None, **settings: Any) -> LLM:
-    settings = {"max_model_len": LENGTH, "block_size": BLOCK, "threads": 1, **settings}
+    own = {"max_model_len": LENGTH, "block_size": BLOCK, "kv_cache_dtype": NUMBERS, "threads": 1}
+    settings = own | settings
     return LLM(model=str(target), speculative_config=speculative, **settings)
 
 
 def cache_bytes(target: Path, speculative: dict[str, Any] | None, tokens: int) -> int:
     """``kv_cache_memory_bytes`` for so many tokens, the drafter's keys and values included."""
     checkpoint = open_checkpoint(target)
-    size = model_facts(checkpoint).kv_bytes_per_token("float32")
+    size = model_facts(checkpoint).kv_bytes_per_token(NUMBERS)
     if speculative is not None:
         settings = SpeculativeConfig.from_mapping(speculative)
         facts: DrafterFacts = drafter_facts(settings, checkpoint)
-        size += facts.kv_bytes_per_token("float32")
+        size += facts.kv_bytes_per_token(NUMBERS)
     return tokens * size
 
 

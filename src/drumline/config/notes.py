@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Notes:
     choices: list[Choice] = field(default_factory=list)
     adjustments: list[Adjustment] = field(default_factory=list)
 
-    def choose(self, name: str, used: Any, reason: str) -> Any:
+    def choose(self, name: str, used: Value, reason: str) -> Value:
         self.choices.append(Choice(name, used, reason))
         return used
 

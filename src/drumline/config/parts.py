@@ -124,7 +124,8 @@ class CacheConfig(Part):
     kv_cache_dtype: str = option(
         "auto",
         Kind.CHOICE,
-        "numbers that keys and values are stored in; auto follows dtype",
+        "numbers that keys and values are stored in; auto is float16 beside native operations, "
+        "and follows dtype if that is asked for or operations are plain",
         choices=("auto", "float32", "float16", "bfloat16", "int8"),
         later=("fp8", "fp8_e4m3", "fp8_e5m2"),
     )

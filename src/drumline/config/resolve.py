@@ -104,10 +104,8 @@ def resolve(
     dtype = asked.model.dtype
     if dtype == "auto":
         dtype = notes.choose("dtype", "float32", "float32 is what the CPU ops compute in")
-    kv_dtype = asked.cache.kv_cache_dtype
-    if kv_dtype == "auto":
-        kv_dtype = notes.choose("kv_cache_dtype", dtype, "follows dtype")
     backend = _ops_backend(asked, machine, notes)
+    kv_dtype = _kv_cache_dtype(asked, dtype, backend, notes)
     threads = _threads(asked, machine, mesh, notes)
     spec = resolve_tokens(asked, drafter, mesh, notes)
     token_bytes = rank_bytes_per_token(model, drafter, kv_dtype, mesh)
@@ -167,6 +165,15 @@ def _refuse_adjustments(asked: EngineConfig, notes: Notes) -> None:
     if asked.runtime.strict_config and notes.adjustments:
         listed = "; ".join(str(adjustment) for adjustment in notes.adjustments)
         raise ConfigError("strict_config", True, f"these would be adjusted: {listed}")
+
+
+def _kv_cache_dtype(asked: EngineConfig, dtype: str, backend: str, notes: Notes) -> str:
+    stored: str = asked.cache.kv_cache_dtype
+    if stored == "auto" and backend == "native" and asked.model.dtype == "auto":
+        stored = notes.choose("kv_cache_dtype", "float16", "half of what native attention reads")
+    elif stored == "auto":
+        stored = notes.choose("kv_cache_dtype", dtype, "follows dtype")
+    return stored
 
 
 def _ops_backend(asked: EngineConfig, machine: MachineFacts, notes: Notes) -> str:
