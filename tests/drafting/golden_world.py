@@ -87,6 +87,7 @@ class World:
     ops: ReferenceOps
     cache: Any
     passes: list[Recorded] = field(default_factory=list)
+    shared: bool = False  # whether other ranks take part in the passes
     free: list[int] = field(default_factory=list)
     next_number: int = 0
 
@@ -143,7 +144,7 @@ class World:
             )
             offset += piece.count + len(piece.rejected)
         shapes = [(row.width, row.samples) for row in rows]
-        self.ledger.begin(pass_sizes(self.drafter.traits, shapes, draft_k))
+        self.ledger.begin(pass_sizes(self.drafter.traits, shapes, draft_k), self.shared)
         proposal = self.drafter.propose(rows, output, draft_k)
         self.ledger.end()
         for piece in pieces:

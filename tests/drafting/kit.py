@@ -2,7 +2,8 @@
 
     check_passes       the ledger holds exactly the passes that traits and plan promise, with their
                        sizes, in every step and with no rows at all, whatever was accepted; behind
-                       a lookup those that the rows it did not find ask for
+                       a lookup those that the rows it did not find ask for; none where entries
+                       can wait
     check_range        near every limit it is asked for what fits, and drafts no more
     check_steady       drafts follow from what a request committed: not from its neighbours, the
                        cuts of its prompt, a prefix hit, a preemption, or the padded flag
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from drafting.methods import Method
-from drafting.world import LENGTH, Job, Watch, cache_bytes, engine, jobs, tell
+from drafting.world import BLOCK, LENGTH, Job, Watch, cache_bytes, engine, jobs, tell
 from drumline.core.params import SamplingParams
+from drumline.core.plan import StepPlan
 from drumline.core.traits import DrafterTraits
 from drumline.drafting.base import DraftRow, Pass, Proposal
+from drumline.drafting.neural import TapDrafter
 from drumline.engine.llm import LLM
 from drumline.lockstep.script import pass_sizes
 from drumline.models.layers import ModelOutput
@@ -128,7 +131,8 @@ def check_passes(target: Path, method: Method, k: int, padded: bool) -> None:
     traits = ear.traits
     scripts: dict[tuple[int, tuple[int, ...]], None] = {}
     assert len(ear.heard) == len(watch.steps)
-    spared = 0
+    spared = waited = 0
+    entries = Entries(ear)
     for heard, (plan, _) in zip(ear.heard, watch.steps, strict=True):
         assert heard.draft_k == plan.draft_k
         assert len(heard.rows) == len(plan.rows)
@@ -137,6 +141,8 @@ def check_passes(target: Path, method: Method, k: int, padded: bool) -> None:
         assert len(sizes) == traits.passes(plan.draft_k)
         made = traits.passes(heard.asked_of_network(method.lookup))
         spared += len(sizes) - made
+        if entries.wait(heard, plan, method.lookup):
+            waited, made = waited + 1, 0
         script = tuple(Pass("draft", at, size) for at, size in enumerate(sizes))
         assert heard.passes == script[:made]
         for (_, _, allowed), drafts in zip(heard.rows, heard.drafts, strict=True):
@@ -144,6 +150,7 @@ def check_passes(target: Path, method: Method, k: int, padded: bool) -> None:
         scripts[plan.draft_k, sizes] = None
     assert any(drafts for heard in ear.heard for drafts in heard.drafts)
     assert bool(spared) == (method.lookup and traits.passes(k) > traits.passes(0))
+    assert bool(waited) == entries.may_wait
     assert {draft_k for draft_k, _ in scripts} >= {0, k}
     for draft_k, sizes in scripts:
         ear.speculator.ledger.begin(sizes)
@@ -152,6 +159,40 @@ def check_passes(target: Path, method: Method, k: int, padded: bool) -> None:
         made = traits.passes(0 if method.lookup else draft_k)
         passes = ear.speculator.ledger.passes
         assert [one.size for one in passes] == list(sizes[:made])
+
+
+@dataclass
+class Entries:
+    """Which entries of a tap drafter are not made yet, by its rule: none are needed before a row
+    drafts, or a block that they lie in is full."""
+
+    ear: Ear
+    first: dict[int, int] = field(default_factory=dict)  # number → the first that waits
+
+    @property
+    def may_wait(self) -> bool:
+        return isinstance(getattr(self.ear.inner, "inner", self.ear.inner), TapDrafter)
+
+    def wait(self, heard: Heard, plan: StepPlan, lookup: bool) -> bool:
+        """Whether those of this step may; notes which are left."""
+        if not self.may_wait:
+            return False
+        for admission in plan.admitted:
+            self.first.pop(admission.request.number, None)
+        firsts = [self.first.pop(row.number, row.start + 1) for row in plan.rows]
+        lengths = [length for _, length, _ in heard.rows]
+        asked = [0 if lookup and found else row[2]
+                 for row, found in zip(heard.rows, heard.repeats, strict=True)]  # fmt: skip
+        waits = not any(asked) and all(
+            first // BLOCK == (length - 1) // BLOCK
+            for first, length in zip(firsts, lengths, strict=True)
+        )
+        for row, first, length in zip(plan.rows, firsts, lengths, strict=True):
+            if waits:
+                self.first[row.number] = first
+            elif length > len(row.block_ids) * BLOCK:
+                self.first[row.number] = length - 1  # no slot yet
+        return waits
 
 
 # ---- range -------------------------------------------------------------------------------------

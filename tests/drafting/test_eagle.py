@@ -127,7 +127,7 @@ def test_a_missing_slot_is_carried_to_the_next_step(target: Path, mtp: Path) -> 
     sequence = world.sequence(TOKENS)
     assert world.step([Piece(sequence, 2 * BLOCK, k=0, short=True)], K) == [()]
     assert max(world.entries(sequence)) == 2 * BLOCK - 1
-    world.step([Piece(sequence, 1, k=0)], K)
+    world.step([Piece(sequence, 1, k=1)], K)
     made = [p for p, s in zip(world.passes[-K].positions, world.passes[-K].slots, strict=True)
             if s >= 0]  # fmt: skip
     assert made == [2 * BLOCK, 2 * BLOCK + 1]
@@ -137,6 +137,45 @@ def test_a_missing_slot_is_carried_to_the_next_step(target: Path, mtp: Path) -> 
     (found,) = world.step([Piece(sequence, len(TOKENS) - 1 - sequence.computed, k=K)], K)
     assert found == drafts
     same_entries(entries, world.entries(sequence), len(TOKENS) + K - 1)
+
+
+def test_entries_wait_until_a_row_drafts_or_a_block_is_full(target: Path, mtp: Path) -> None:
+    """Steps in which nobody drafts make no pass; the next one makes all their entries, with the
+    bits that they would have had, and drafts the same."""
+    entries, drafts = one_step(target, mtp)
+    world = build("mtp", target, mtp)
+    a, b = world.sequence(TOKENS), world.sequence(random_tokens(9, 30))
+
+    def made(pieces: list[Piece], draft_k: int) -> list[int]:
+        """Positions of a's entries that the step's first pass makes."""
+        world.passes.clear()
+        world.step(pieces, draft_k)
+        if not world.passes:
+            assert world.ledger.passes == []
+            return []
+        own = set(a.block_ids)
+        first = world.passes[0]
+        places = zip(first.positions, first.slots, strict=True)
+        return [p for p, slot in places if slot >= 0 and slot // BLOCK in own]
+
+    seen: dict[int, torch.Tensor] = {}
+    keep = world.entries
+    assert made([Piece(a, 2, k=0)], 0) == []
+    assert (
+        made([Piece(a, 1, rejected=(7, 8), k=0)], 3) == []
+    )  # no row drafts, whatever the step does
+    assert made([Piece(a, 1, k=0)], 0) == [1, 2, 3, 4]  # a block of four is full
+    seen |= keep(a)
+    assert made([Piece(a, 1, k=0), Piece(b, 2, k=0)], 0) == []
+    assert made([Piece(a, 1, k=0), Piece(b, 1, k=1)], 1) == [5, 6]  # b drafts, and all goes along
+    seen |= keep(a)
+    assert made([Piece(a, 1, k=0)], 0) == []
+    world.drafter.forget(b.number)  # another's leave takes nothing of a's
+    last = len(TOKENS) - 1 - a.computed
+    found = world.step([Piece(a, last, k=K)], K)
+    seen |= keep(a)
+    assert found == [drafts]
+    same_entries(entries, seen, len(TOKENS) + K - 1)
 
 
 def test_a_carried_row_does_not_outlive_its_sequence(target: Path, mtp: Path) -> None:
@@ -179,7 +218,9 @@ def test_a_step_skipped_is_an_error_of_ours(target: Path, mtp: Path) -> None:
 
 @pytest.mark.parametrize("draft_k", [0, 1, 3])
 def test_passes_without_rows_are_those_with_rows(target: Path, mtp: Path, draft_k: int) -> None:
+    """Where others take part in them; there no entry waits."""
     world = build("mtp", target, mtp)
+    world.shared = True
     sequence = world.sequence(TOKENS)
     for pieces in ([], [Piece(sequence, 3, samples=False)], [Piece(sequence, 2, k=draft_k)]):
         world.passes.clear()

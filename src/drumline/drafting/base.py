@@ -6,7 +6,8 @@ with all rows of the step: those that decode, those still in prefill, and those 
 ``traits.passes(draft_k)`` passes, whatever the rows are, none at all included; rows beyond their
 ``k`` are masked, never called with a position outside its range. Whoever asks a drafter for less
 than the step's draft length says so to the ledger first (`PassLedger.shorten`), which refuses it
-where other ranks take part in the passes.
+where other ranks take part in the passes; so does a drafter that lets what was committed wait for a
+step in which somebody drafts.
 
     position     0 ....... start ......... start + count - 1 | n - 1 | n  n + 1 ..  n + k - 1
                  before    computed by the target just now   | new   | drafts to propose

@@ -5,7 +5,7 @@ network's, and costs nothing; elsewhere the network's drafts stand. For the netw
 found is one that may not draft: it takes in what was committed and has no part in later passes,
 and passes that no row is left for are not made.
 
-    found, passes of a step of draft length 3     nobody  1 2 3     some  1 2 3     all  1
+    found, passes of a step of draft length 3     nobody  1 2 3     some  1 2 3     all  1 or none
 
 A copy that is right is right for long, and a network's draft less so: ``miss_tokens`` lets it make
 fewer than are copied, and fewer passes. Where other ranks take part in these, they are in

@@ -9,6 +9,11 @@ one: slot 0 does not exist, and slot n - 1 may have no block yet. Its hidden row
 the next step, which has one, so that no entry is ever missing. Entries of drafts are overwritten
 from the target's hidden states once those are known.
 
+Where no row drafts, pass 1 would make entries that nobody reads yet. They wait, as carried rows do,
+until a row drafts, or a block is full, whose entries the prefix cache may give to another request;
+a pass that takes in several steps' entries costs hardly more than one that takes in one step's.
+Passes that other ranks take part in are never left out, so there nothing waits.
+
 The rope position of an entry is its slot, as speculators has it; where others count from 0, the
 difference to every key is the same, and rope knows only differences.
 
@@ -41,6 +46,7 @@ from drumline.ops.weights import WeightTensor
 from drumline.sampling.draft import DraftSampler
 
 FIRST_KEY = 1  # slot 0 holds no entry
+WAITING_MAX = 32  # entries of a sequence, where blocks are longer than that
 LEAN = "Q4_1"  # a head's matrices where quantized ones are multiplied as they are
 
 
@@ -99,7 +105,7 @@ class TapDrafter:
             positions_max=positions,
         )
         self._memory = IndexMemory(self.ops.device)
-        self._carried: dict[int, Tensor] = {}  # number → hidden row of the entry without a slot
+        self._carried: dict[int, list[Tensor]] = {}  # number → hidden rows of its last entries
         self._filled: dict[int, int] = {}  # number → slots below this hold entries or are carried
 
     @property
@@ -114,6 +120,10 @@ class TapDrafter:
         self, rows: Sequence[DraftRow], output: ModelOutput | None, draft_k: int
     ) -> Proposal:
         lanes = [Lane(row, self._room(row, draft_k)) for row in rows]
+        if lanes and not self.ledger.exact and all(self._can_wait(lane) for lane in lanes):
+            self.ledger.shorten(0)
+            self._let_wait(lanes, output)
+            return proposal(lanes)
         x = self._first_pass(lanes, output)
         self._draw(lanes, x, 0)
         for index in range(1, self.traits.passes(draft_k)):
@@ -133,26 +143,56 @@ class TapDrafter:
         """Drafts this row gets: its own k, and no position beyond the drafter's range."""
         return max(0, min(row.k, draft_k, self.positions_max - row.length))
 
+    # ---- entries that wait -----------------------------------------------------------------
+
+    def _can_wait(self, lane: Lane) -> bool:
+        """Whether nobody reads the row's new entries before its next step."""
+        row, size = lane.row, self.cache.block_size
+        first = row.start + 1 - (0 if row.fresh else len(self._carried.get(row.number, ())))
+        few = row.length - first <= WAITING_MAX
+        return lane.k == 0 and few and first // size == (row.length - 1) // size
+
+    def _let_wait(self, lanes: Sequence[Lane], output: ModelOutput | None) -> None:
+        """Keeps the hidden rows of this step's entries for the pass that will make them."""
+        sources: list[int] = []
+        numbers: list[int] = []
+        for lane in lanes:
+            self._begin(lane.row)
+            row, end = lane.row, min(lane.row.length, self.positions_max)
+            sources += range(row.offset, row.offset + end - row.start - 1)
+            numbers += [row.number] * (end - row.start - 1)
+            self._filled[row.number] = row.length
+        if sources:
+            assert output is not None, "rows without the target's hidden states"
+            rows = self.network.read(output, sources).clone()
+            for number, hidden in zip(numbers, rows, strict=True):
+                self._carried.setdefault(number, []).append(hidden)
+
+    def _begin(self, row: DraftRow) -> None:
+        """A row as it comes; asserts that it goes on where the last step left it."""
+        if row.fresh:
+            self._carried.pop(row.number, None)
+            self._filled[row.number] = row.start + 1
+        assert self._filled.get(row.number) == row.start + 1, "an entry would be missing"
+
     # ---- passes --------------------------------------------------------------------------
 
     def _first_pass(self, lanes: Sequence[Lane], output: ModelOutput | None) -> Tensor:
-        """Entries of everything committed in this step; ``[tokens, hidden]``."""
+        """Entries of everything committed in this step, or waiting; ``[tokens, hidden]``."""
         inputs = PassInputs(self.cache.block_size)
         sources: list[int] = []  # rows of the output; -1 - i is the i-th of `carried`
         carried: list[Tensor] = []
         carry: list[tuple[int, int]] = []  # (number, row of the output)
         for lane in lanes:
             row = lane.row
-            if row.fresh:
-                self._carried.pop(row.number, None)
-                self._filled[row.number] = row.start + 1
-            assert self._filled.get(row.number) == row.start + 1, "an entry would be missing"
-            waiting = self._carried.pop(row.number, None)
+            self._begin(row)
             end = min(row.length, self.positions_max)
-            if waiting is not None and row.start < end:
-                inputs.add(row.committed[row.start], row.start, row.block_ids)
-                carried.append(waiting)
-                sources.append(-len(carried))
+            waiting = self._carried.pop(row.number, [])
+            for slot, waited in enumerate(waiting, row.start + 1 - len(waiting)):
+                if slot < end:
+                    lane.at = inputs.add(row.committed[slot], slot, row.block_ids)
+                    carried.append(waited)
+                    sources.append(-len(carried))
             for slot in range(row.start + 1, end):
                 source = row.offset + slot - row.start - 1
                 if slot == row.length - 1 and slot >= len(row.block_ids) * inputs.block_size:
@@ -164,6 +204,8 @@ class TapDrafter:
             inputs.close(row.block_ids)
             self._filled[row.number] = row.length
         live = len(inputs.ids)
+        # The script counts one carried entry for each row; of a pass of one's own it is no bound.
+        told = live if self.ledger.exact else live - len(carried)
         if self.padded:  # what was rejected, with the hidden states that it had
             rejected = [
                 lane.row.offset + at
@@ -173,7 +215,7 @@ class TapDrafter:
             inputs.mask(len(rejected))
             sources += rejected
         hidden = self._gather(output, sources, carried, carry)
-        return self._run(inputs, hidden, live)
+        return self._run(inputs, hidden, told)
 
     def _gather(
         self,
@@ -191,7 +233,7 @@ class TapDrafter:
             assert output is not None, "rows without the target's hidden states"
             fused = self.network.read(output, wanted)
         for index, (number, _) in enumerate(carry):
-            self._carried[number] = fused[len(picked) + index].clone()
+            self._carried[number] = [fused[len(picked) + index].clone()]
         if not carried:
             return fused[: len(picked)] if carry else fused
         rows = iter(range(len(picked)))
@@ -219,7 +261,7 @@ class TapDrafter:
         return self._run(inputs, hidden, live)
 
     def _run(self, inputs: PassInputs, hidden: Tensor, live: int) -> Tensor:
-        """Issues the pass and computes it, with at least one token."""
+        """Issues the pass, with ``live`` tokens, and computes it, with at least one token."""
         self.ledger.issue(live)
         laid_out = len(inputs.ids)
         missing = self.ledger.padding(laid_out)
