@@ -7,6 +7,7 @@ suite that shrinks in silence proves nothing.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,11 @@ settings.load_profile("drumline")
 # Threads that spin while they wait take the core from the thread they wait for wherever tests share
 # the machine. Read when torch is loaded, so it stands here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Whoever is started in the background of a shell ignores interrupts, and so do its children; tests
+# send some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CI = os.environ.get("CI", "").lower() in ("true", "1")
 

@@ -29,7 +29,7 @@ def test_a_dense_pass_reads_every_weight_once_and_the_head_is_the_table(
     tiny_path: Callable[..., Path],
 ) -> None:
     path = tiny_path("llama", 3, vocab=96, hidden=32, layers=2)
-    llm = open_llm(path)
+    llm = open_llm(path, kv_cache_dtype="float16")
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     work = pass_work(llm.core, checkpoint.tensors, rows=3, context=20)
@@ -43,7 +43,7 @@ def test_a_dense_pass_reads_every_weight_once_and_the_head_is_the_table(
     stored = {weight.kind: weight.nbytes for weight in checkpoint.tensors.values()}
     assert set(stored) == {"F32"}
     assert work.weight_bytes == 4 * (matrices + norms)
-    assert work.kv_bytes == 3 * 20 * 2 * config.num_hidden_layers * kv * 4
+    assert work.kv_bytes == 3 * 20 * 2 * config.num_hidden_layers * kv * 2
     assert not work.quantised
 
 
