@@ -68,8 +68,9 @@ def test_draft_length_hangs_where_each_chooses_its_own(make: Make, drafter: str)
     hang.settings = {**SETTINGS, "step_timeout_seconds": 1.0}
     outcome = hang.run("local", truth)
     assert outcome.error == "Diverged"
+    # Which pass the other replica stops before follows from how many of its requests have come.
     assert re.search(
-        r"over ep differs: rank 0 has draft 1 #0: .* rank 1 has nothing", outcome.hung or ""
+        r"over ep differs: rank 0 has draft [12] #0: .* rank 1 has nothing", outcome.hung or ""
     )
     assert outcome.seconds_to_name < 10
 
