@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,15 +85,64 @@ def test_a_record_cut_off_in_its_making_is_left_out() -> None:
     at = ledger._at(4)  # lies where record 0 was
     data[at + 24 : at + 64] = bytes(40)  # the second half was not written yet
     assert [record.sequence for record in parse_ring(bytes(data)).records] == [2, 3, 5]
-    # Written, and not counted yet: it was issued all the same.
-    struct.pack_into("<q", data, 16, 5)
-    assert [record.sequence for record in parse_ring(bytes(data)).records] == [2, 3, 5]
+
+
+class Torn(bytearray):
+    """Memory that another process reads while it is written: a packed struct is first zeroed and
+    then filled from its front, and every state of that may be seen, or be the last."""
+
+    def states(self, write: Callable[[], object]) -> Iterator[bytes]:
+        """Every moment of a write; of words, those after the words before their length."""
+        seen = bytes(self)
+        write()
+        after = bytes(self)
+        yield seen
+        for region in (slice(64, 1024), slice(0, 64), slice(1024, None)):
+            old, new = seen[region], after[region]
+            changed = [at for at, (one, two) in enumerate(zip(old, new, strict=True)) if one != two]
+            if not changed:
+                continue
+            first, end = changed[0], changed[-1] + 1
+            before, rest = seen[: region.start], seen[region.start + len(old) :]
+            for at in range(first, end + 1):
+                yield before + old[:first] + bytes(at - first) + old[at:] + rest
+                yield before + new[:at] + bytes(end - at) + old[end:] + rest
+            seen = before + new + rest
+        assert seen == after
+
+
+@given(count=st.integers(0, 300), capacity=st.sampled_from([1, 3, 64]))
+def test_no_moment_of_writing_hides_what_was_issued_before(count: int, capacity: int) -> None:
+    """The kind: a reader saw a half written count, and with it no record at all."""
+    memory = Torn(size_of(capacity))
+    ledger = Ledger(memory, 0, capacity)
+    ledger.begin(0, 1)
+    for size in range(count):
+        ledger.complete(ledger.issue("all_reduce", "tp", (size,), "float32"))
+
+    def kept(newest: int) -> list[int]:
+        return list(range(max(0, newest + 1 - capacity), newest + 1))
+
+    both = (kept(count - 1), kept(count), kept(count)[:-1])
+    for data in memory.states(lambda: ledger.issue("all_reduce", "tp", (count,), "float32")):
+        ring = parse_ring(data)
+        assert [record.sequence for record in ring.records] in both
+        assert [record.entry.shape[0] for record in ring.records] == [
+            record.sequence for record in ring.records
+        ]
+        assert ring.error is None
+    for data in memory.states(lambda: ledger.complete(count)):
+        assert [record.sequence for record in parse_ring(data).records] == kept(count)
+    for data in memory.states(lambda: ledger.fail("no memory")):
+        ring = parse_ring(data)
+        assert [record.sequence for record in ring.records] == kept(count)
+        assert ring.error in (None, (1, "no memory"))
 
 
 def test_what_is_no_ledger() -> None:
     with pytest.raises(ValueError, match="not a ledger"):
         parse_ring(b"")
-    with pytest.raises(ValueError, match="version 1 with 1024 bytes"):
+    with pytest.raises(ValueError, match="version 2 with 1024 bytes"):
         parse_ring(bytes(Ledger.in_memory()._memory)[:1024])
 
 

@@ -183,4 +183,4 @@ def check_alike(core: FleetCore, group: str, ranks: range | tuple[int, ...]) -> 
 def is_full(core: FleetCore, rank: int) -> bool:
     ring = core.ranks.ring(rank)
     assert ring is not None
-    return len(ring.records) >= CAPACITY
+    return bool(ring.records) and ring.records[-1].sequence >= CAPACITY - 1

@@ -11,8 +11,9 @@ A digest stands for everything a step issued, in order: phase, operation, group,
 `StepDigest.wide` covers what spans replicas (group "ep") and must be equal on all of them; `full`
 covers all but the agreement itself and must be equal within a replica.
 
-The file is a header and ``capacity`` slots; record i lies in slot i % capacity. `read_ring` reads
-it after the process is gone, whatever it was doing. Every word is a small number in the file.
+The file is a header and ``capacity`` slots; record i lies in slot i % capacity. It may be read at
+any moment, while its process writes or after that was killed: a record whose bytes are not all
+there is left out, and no other depends on them. Every word is a small number in the file.
 Knows no tensor, no time and no other rank.
 """
 
@@ -34,8 +35,8 @@ EXTENTS_MAX = 4
 CAPACITY = 4096
 
 _MAGIC = b"drumledg"
-_VERSION = 1
-_HEADER = struct.Struct("<8sHHiqqH")  # magic, version, capacity, rank, count, error step, length
+_VERSION = 2
+_HEADER = struct.Struct("<8sHHiqH")  # magic, version, capacity, rank, error step, length
 _HEADER_BYTES = 1024
 _REASON_AT = 64
 _REASON_BYTES_MAX = _HEADER_BYTES - _REASON_AT
@@ -44,12 +45,10 @@ _REASON_BYTES_MAX = _HEADER_BYTES - _REASON_AT
 _RECORD = struct.Struct("<qiqBBHBBBB4qIB")
 _SLOT = struct.Struct("<qiq2sH36sIB")  # the same, with what repeats as bytes
 _WHERE, _WHAT = struct.Struct("<BB"), struct.Struct("<BBBB4q")
-_NUMBER = struct.Struct("<q")
 _RECORD_BYTES = 72
 _STATE_AT = _RECORD.size - 1
 _KNOWN_MAX = 4096  # operations whose bytes are kept
-_COUNT_AT = struct.calcsize("<8sHHi")
-_ERROR_AT = _COUNT_AT + 8
+_ERROR_AT = struct.calcsize("<8sHHi")
 _MASK = 2**63 - 1
 
 
@@ -120,7 +119,7 @@ class Ledger:
         self._issued: list[_Key] = []
         self._known: dict[_Key, tuple[bytes, bytes, bytes]] = {}
         self._wide = self._full = b""
-        _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, capacity, rank, 0, -1, 0)
+        _HEADER.pack_into(memory, 0, _MAGIC, _VERSION, capacity, rank, -1, 0)
 
     @classmethod
     def in_memory(cls, rank: int = 0, capacity: int = 64) -> Ledger:
@@ -174,7 +173,6 @@ class Ledger:
             0,
         )
         self._count += 1
-        _NUMBER.pack_into(self._memory, _COUNT_AT, self._count)
         self._number += 1
         self._issued.append(key)
         # Order is told by chaining; numbers also count what a replica issues alone.
@@ -257,25 +255,21 @@ def parse_ring(data: bytes) -> Ring:
     """The ring in these bytes; a record that was cut off in its making is left out."""
     if len(data) < _HEADER_BYTES or not data.startswith(_MAGIC):
         raise ValueError("not a ledger")
-    _, version, capacity, rank, count, error_step, length = _HEADER.unpack_from(data)
+    _, version, capacity, rank, error_step, length = _HEADER.unpack_from(data)
     if version != _VERSION or len(data) < size_of(capacity):
         raise ValueError(f"a ledger of version {version} with {len(data)} bytes")
-    records = []
-    # One more than counted: the last may have been written and not counted yet.
-    for sequence in range(max(0, count - capacity), count + 1):
-        at = _HEADER_BYTES + sequence % capacity * _RECORD_BYTES
-        record = _unpack(data[at : at + _RECORD_BYTES])
-        if record is not None and record.sequence == sequence:
-            records.append(record)
+    # No count says how many there are: its own bytes would be missing while they are written.
+    found = (_unpack(data, _HEADER_BYTES + slot * _RECORD_BYTES) for slot in range(capacity))
+    records = sorted((record for record in found if record), key=lambda record: record.sequence)
     error = None
-    if error_step >= 0:
+    if length > 0:  # written last, and 0 while the step is written
         text = data[_REASON_AT : _REASON_AT + length].decode(errors="replace")
         error = (error_step, text)
     return Ring(rank, tuple(records), error)
 
 
-def _unpack(data: bytes) -> Record | None:
-    fields = _RECORD.unpack_from(data)
+def _unpack(data: bytes, at: int) -> Record | None:
+    fields = _RECORD.unpack_from(data, at)
     sequence, epoch, step, phase, part, number, operation, group, dtype, count = fields[:10]
     if sequence < 1 or count > EXTENTS_MAX or fields[14] != sequence % 2**32:
         return None
