@@ -52,7 +52,15 @@ KernelChoice choice(Path path) {
 }
 
 RowQuantizer row_quantizer(Path path) {
-    return path == Path::portable ? portable::quantize_blocks : avx2::quantize_blocks;
+    switch (path) {
+        case Path::portable:
+            return portable::quantize_blocks;
+        case Path::avx2:
+            return avx2::quantize_blocks;
+        case Path::avx512_vnni:
+            return avx512_vnni::quantize_blocks;
+    }
+    throw std::invalid_argument("unknown path");
 }
 
 std::int64_t number_bytes(Numbers numbers) {

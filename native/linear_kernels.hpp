@@ -173,6 +173,8 @@ void quantize_blocks(const float* x, std::int64_t row, std::int64_t first, std::
 
 namespace avx512_vnni {
 Kernels kernels(WeightKind kind, bool fine);
+void quantize_blocks(const float* x, std::int64_t row, std::int64_t first, std::int64_t last,
+                     Activations& to);
 }  // namespace avx512_vnni
 
 }  // namespace drumline
