@@ -8,6 +8,8 @@
 #include <utility>
 
 #if defined(__x86_64__)
+// GCC 12 takes the "undefined" operand of its own intrinsics for a mistake (bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #endif
 
@@ -96,21 +98,36 @@ struct AttentionKernels {
 namespace portable_attention {
 DRUMLINE_INLINE v8f multiply_add(v8f a, v8f b, v8f c) { return a * b + c; }
 DRUMLINE_INLINE float multiply_add(float a, float b, float c) { return a * b + c; }
+using wide = v8f;
+constexpr int open_sums = 12;
 #include "attention_kernels.hpp"
 }  // namespace portable_attention
 
-#if DRUMLINE_HAS_AVX2
+#if DRUMLINE_HAS_X86
 DRUMLINE_BEGIN_AVX2
 namespace avx2_attention {
 #include "vec_avx2.hpp"
+using wide = v8f;
+constexpr int open_sums = 12;
 #include "attention_kernels.hpp"
 }  // namespace avx2_attention
-DRUMLINE_END_AVX2
+DRUMLINE_END
+DRUMLINE_BEGIN_AVX512
+namespace avx512_attention {
+#include "vec_avx2.hpp"
+#include "vec_avx512.hpp"
+constexpr int open_sums = 12;
+#include "attention_kernels.hpp"
+}  // namespace avx512_attention
+DRUMLINE_END
 #endif
 
 const AttentionKernels& attention_kernels(Path path) {
-#if DRUMLINE_HAS_AVX2
-    if (path != Path::portable) {
+#if DRUMLINE_HAS_X86
+    if (path == Path::avx512_vnni) {
+        return avx512_attention::kernels;
+    }
+    if (path == Path::avx2) {
         return avx2_attention::kernels;
     }
 #endif

@@ -1,5 +1,18 @@
 // The bodies of paged attention. Included once per instruction set, inside a namespace of its own
-// (hence no guard), after `multiply_add`, which rounds once or twice.
+// (hence no guard), after `multiply_add`, which rounds once or twice, and after `wide`, the longest
+// vector there is, with `open_sums`, how many of them are added to at once. Its length changes no bit:
+// a lane is a key or a channel of its own.
+
+constexpr int unit_keys = 16;
+
+template <typename Vector, typename Cell>
+DRUMLINE_INLINE Vector load(const Cell* from) {
+    if constexpr (lanes_of<Vector> == lanes) {
+        return load8(from);
+    } else {
+        return load16(from);
+    }
+}
 
 // ---- storing ------------------------------------------------------------------------------------
 
@@ -26,6 +39,27 @@ inline void pack(std::uint16_t* to, float value) {
 template <typename Cell>
 inline float put(const float* from, std::int64_t dim, Cell* to, std::int64_t stride) {
     for (std::int64_t i = 0; i < dim; ++i) {
+        pack(to + i * stride, from[i]);
+    }
+    return 0.0F;
+}
+
+template <>
+inline float put(const float* from, std::int64_t dim, _Float16* to, std::int64_t stride) {
+    const v8f most = splat(65504.0F);
+    std::int64_t i = 0;
+    for (; i + lanes <= dim; i += lanes) {
+        v8f part = load8(from + i);
+        part = part == part ? part : splat(0.0F);
+        part = part > most ? most : part;
+        part = part < -most ? -most : part;
+        _Float16 eight[lanes];
+        store8(eight, part);
+        for (int lane = 0; lane < lanes; ++lane) {
+            to[(i + lane) * stride] = eight[lane];
+        }
+    }
+    for (; i < dim; ++i) {
         pack(to + i * stride, from[i]);
     }
     return 0.0F;
@@ -96,13 +130,14 @@ struct Keys {
     float* scores;  // of row 0
 };
 
-// Scores of R rows with U times V * 8 neighbouring keys.
-template <int R, int U, int V, typename Cell>
+// Scores of R rows with U times V vectors of neighbouring keys.
+template <typename Vector, int R, int U, int V, typename Cell>
 DRUMLINE_INLINE void score_lanes(const Tile& tile, int row, const Keys<Cell>* units) {
+    constexpr int lanes = lanes_of<Vector>;
     const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;
     const float* query[R];
     const Cell* cells[U];
-    v8f total[R][U][V];
+    Vector total[R][U][V];
     for (int u = 0; u < U; ++u) {
         cells[u] = units[u].cells;
     }
@@ -110,69 +145,75 @@ DRUMLINE_INLINE void score_lanes(const Tile& tile, int row, const Keys<Cell>* un
         query[r] = tile.query[row + r];
         for (int u = 0; u < U; ++u) {
             for (int v = 0; v < V; ++v) {
-                total[r][u][v] = splat(0.0F);
+                total[r][u][v] = all<Vector>(0.0F);
             }
         }
     }
     for (std::int64_t i = 0; i < dim; ++i) {
-        v8f key[U][V];
+        Vector channel[R];
+        for (int r = 0; r < R; ++r) {
+            channel[r] = all<Vector>(query[r][i]);
+        }
         for (int u = 0; u < U; ++u) {
             for (int v = 0; v < V; ++v) {
-                key[u][v] = load8(cells[u] + v * lanes);
-            }
-            cells[u] += size;
-        }
-        for (int r = 0; r < R; ++r) {
-            const v8f channel = splat(query[r][i]);
-            for (int u = 0; u < U; ++u) {
-                for (int v = 0; v < V; ++v) {
-                    total[r][u][v] = multiply_add(channel, key[u][v], total[r][u][v]);
+                const Vector key = load<Vector>(cells[u] + v * lanes);
+                for (int r = 0; r < R; ++r) {
+                    total[r][u][v] = multiply_add(channel[r], key, total[r][u][v]);
                 }
             }
+            cells[u] += size;
         }
     }
     for (int u = 0; u < U; ++u) {
         for (int v = 0; v < V; ++v) {
-            v8f scale = splat(tile.scale);
+            Vector scale = all<Vector>(tile.scale);
             if constexpr (std::is_same_v<Cell, std::int8_t>) {
-                scale = scale * load8(units[u].scales + v * lanes);
+                scale = scale * load<Vector>(units[u].scales + v * lanes);
             }
             for (int r = 0; r < R; ++r) {
-                store8(units[u].scores + (row + r) * chunk_keys + v * lanes,
-                       total[r][u][v] * scale);
+                store(units[u].scores + (row + r) * chunk_keys + v * lanes, total[r][u][v] * scale);
             }
         }
     }
 }
 
-// All rows with some pairs of vectors; few rows take two at a time, so that enough sums are open.
-template <typename Cell>
-DRUMLINE_INLINE void score_pairs(const Tile& tile, const Keys<Cell>* units, int count) {
-    in_groups(tile.rows(), [&](auto group, int row) {
-        int unit = 0;
-        if constexpr (group() <= 3) {
-            for (; unit + 2 <= count; unit += 2) {
-                score_lanes<group(), 2, 2>(tile, row, units + unit);
-            }
+// R rows with 1 .. `most` units of 16 keys.
+template <int R, int most, typename Cell>
+DRUMLINE_INLINE void score_together(const Tile& tile, int row, const Keys<Cell>* units, int count) {
+    if constexpr (most > 1) {
+        if (count < most) {
+            return score_together<R, most - 1>(tile, row, units, count);
         }
-        for (; unit < count; ++unit) {
-            score_lanes<group(), 1, 2>(tile, row, units + unit);
+    }
+    score_lanes<wide, R, most, unit_keys / lanes_of<wide>>(tile, row, units);
+}
+
+// All rows with some units; few rows take several at a time, so that enough sums are open.
+template <typename Cell>
+DRUMLINE_INLINE void score_units(const Tile& tile, const Keys<Cell>* units, int count) {
+    in_groups(tile.rows(), [&](auto group, int row) {
+        constexpr int sums = (group() <= 3 ? 3 : 6) * unit_keys / lanes_of<wide>;
+        constexpr int most = open_sums / sums;
+        for (int unit = 0, left = count; left > 0;) {
+            const int passes = (left + most - 1) / most;
+            const int some = (left + passes - 1) / passes;
+            score_together<group(), most>(tile, row, units + unit, some);
+            unit += some;
+            left -= some;
         }
     });
 }
 
-// Scores of all rows with fewer than 16 keys.
+// Scores of all rows with neighbouring keys of a block of fewer than 16.
 template <typename Cell>
-DRUMLINE_INLINE void score_rest(const Tile& tile, Keys<Cell> keys, std::int64_t count) {
+DRUMLINE_INLINE void score_few(const Tile& tile, Keys<Cell> keys, std::int64_t count) {
     const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;
-    std::int64_t at = 0;
-    if (count >= lanes) {
-        in_groups(tile.rows(), [&](auto group, int row) {
-            score_lanes<group(), 1, 1>(tile, row, &keys);
+    if (count == lanes) {
+        return in_groups(tile.rows(), [&](auto group, int row) {
+            score_lanes<v8f, group(), 1, 1>(tile, row, &keys);
         });
-        at = lanes;
     }
-    for (; at < count; ++at) {
+    for (std::int64_t at = 0; at < count; ++at) {
         float scale = tile.scale;
         if constexpr (std::is_same_v<Cell, std::int8_t>) {
             scale = scale * keys.scales[at];
@@ -187,31 +228,33 @@ DRUMLINE_INLINE void score_rest(const Tile& tile, Keys<Cell> keys, std::int64_t 
     }
 }
 
-// Scores of all rows with the keys at positions low .. high - 1 of one chunk. Channels are added in
-// the same order in a vector lane as in the scalar rest, so it does not matter where a key lies.
+// Scores of all rows with the keys at positions low .. high - 1 of one chunk, and with what else lies
+// beside them in units of 16: whatever it is, `weigh` puts its score aside. Channels are added in the
+// same order in a vector lane as one by one, so it does not matter where a key lies.
 template <typename Cell>
 DRUMLINE_INLINE void score(const Tile& tile, std::int64_t begin, std::int64_t low,
                            std::int64_t high, float* scores) {
     const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;
-    Keys<Cell> units[chunk_keys / (2 * lanes)];
-    int count = 0;
-    for (std::int64_t p = low; p < high;) {
-        const std::int64_t offset = p % size, end = std::min(high, p - offset + size);
-        const std::int64_t line = tile.line(p);
+    const auto keys_at = [&](std::int64_t p) {
+        const std::int64_t line = tile.line(p), offset = p % size;
         const float* scales = tile.cache->key_scales;
-        Keys<Cell> keys = {static_cast<const Cell*>(tile.cache->keys) + line * dim + offset,
-                           scales == nullptr ? nullptr : scales + line + offset,
-                           scores + (p - begin)};
-        for (; p + 2 * lanes <= end; p += 2 * lanes) {
-            units[count++] = keys;
-            keys = {keys.cells + 2 * lanes, keys.scales + 2 * lanes, keys.scores + 2 * lanes};
+        return Keys<Cell>{static_cast<const Cell*>(tile.cache->keys) + line * dim + offset,
+                          scales == nullptr ? nullptr : scales + line + offset,
+                          scores + (p - begin)};
+    };
+    if (size % unit_keys == 0) {
+        Keys<Cell> units[chunk_keys / unit_keys];
+        int count = 0;
+        for (std::int64_t p = low / unit_keys * unit_keys; p < high; p += unit_keys) {
+            units[count++] = keys_at(p);
         }
-        if (p < end) {
-            score_rest(tile, keys, end - p);
-        }
+        return score_units(tile, units, count);
+    }
+    for (std::int64_t p = low; p < high;) {
+        const std::int64_t end = std::min(high, (p / size + 1) * size);
+        score_few(tile, keys_at(p), end - p);
         p = end;
     }
-    score_pairs(tile, units, count);
 }
 
 // Joins the maximum and the sum of another chunk to a row's. Returns what the row's sums and the
@@ -250,7 +293,13 @@ DRUMLINE_INLINE Factors weigh(Tile& tile, int row, std::int64_t begin, std::int6
         peak = peaks[lane] > peak ? peaks[lane] : peak;
     }
     v8f totals = splat(0.0F);
-    for (std::int64_t k = 0; k < padded; k += lanes) {
+    std::int64_t k = 0;
+    for (; k + lanes_of<wide> <= padded; k += lanes_of<wide>) {
+        const wide weight = exponential(load<wide>(scores + k) - all<wide>(peak));
+        store(scores + k, weight);
+        totals = add_eights(totals, weight);
+    }
+    if (k < padded) {
         const v8f weight = exp8(load8(scores + k) - splat(peak));
         store8(scores + k, weight);
         totals = totals + weight;
@@ -275,19 +324,20 @@ DRUMLINE_INLINE void scale_weights(const Tile& tile, std::int64_t begin, std::in
     }
 }
 
-// The weighted sum of V * 8 channels of the values for R rows, positions in ascending order. What a
+// The weighted sum of V vectors of channels of the values for R rows, positions in ascending order. What a
 // row does not see has weight 0, which adds nothing: values are finite, and the 0 at the end takes
 // away the sign that a zero may have got.
-template <int R, int V, typename Cell>
+template <typename Vector, int R, int V, typename Cell>
 DRUMLINE_INLINE void mix_lanes(const Tile& tile, int row, std::int64_t channel, std::int64_t begin,
                                std::int64_t low, std::int64_t high, const float* scores,
                                const Factors* factors) {
+    constexpr int lanes = lanes_of<Vector>;
     const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;
     const float* weights = scores + row * chunk_keys;
-    v8f total[R][V];
+    Vector total[R][V];
     for (int r = 0; r < R; ++r) {
         for (int v = 0; v < V; ++v) {
-            total[r][v] = splat(0.0F);
+            total[r][v] = all<Vector>(0.0F);
         }
     }
     for (std::int64_t p = low; p < high;) {
@@ -295,12 +345,12 @@ DRUMLINE_INLINE void mix_lanes(const Tile& tile, int row, std::int64_t channel, 
         const Cell* line = static_cast<const Cell*>(tile.cache->values) +
                            (tile.line(p) + p % size) * dim + channel;
         for (; p < end; ++p, line += dim) {
-            v8f value[V];
+            Vector value[V];
             for (int v = 0; v < V; ++v) {
-                value[v] = load8(line + v * lanes);
+                value[v] = load<Vector>(line + v * lanes);
             }
             for (int r = 0; r < R; ++r) {
-                const v8f weight = splat(weights[r * chunk_keys + (p - begin)]);
+                const Vector weight = all<Vector>(weights[r * chunk_keys + (p - begin)]);
                 for (int v = 0; v < V; ++v) {
                     total[r][v] = multiply_add(weight, value[v], total[r][v]);
                 }
@@ -311,8 +361,10 @@ DRUMLINE_INLINE void mix_lanes(const Tile& tile, int row, std::int64_t channel, 
         const Factors& factor = factors[row + r];
         float* sums = tile.sums[row + r] + channel;
         for (int v = 0; factor.sees && v < V; ++v, sums += lanes) {
-            const v8f part = (total[r][v] + splat(0.0F)) * splat(factor.join);
-            store8(sums, factor.keep == 0.0F ? part : load8(sums) * splat(factor.keep) + part);
+            const Vector part = (total[r][v] + all<Vector>(0.0F)) * all<Vector>(factor.join);
+            store(sums, factor.keep == 0.0F
+                            ? part
+                            : load<Vector>(sums) * all<Vector>(factor.keep) + part);
         }
     }
 }
@@ -322,13 +374,14 @@ DRUMLINE_INLINE void mix(const Tile& tile, std::int64_t begin, std::int64_t low,
                          const float* scores, const Factors* factors) {
     const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;
     in_groups(tile.rows(), [&](auto group, int row) {
-        constexpr int wide = group() <= 3 ? 4 : 2;  // as many sums as there are registers for
+        constexpr int several = group() <= 3 ? open_sums / 3 : open_sums / 6;
+        constexpr int step = several * lanes_of<wide>;
         std::int64_t i = 0;
-        for (; i + wide * lanes <= dim; i += wide * lanes) {
-            mix_lanes<group(), wide, Cell>(tile, row, i, begin, low, high, scores, factors);
+        for (; i + step <= dim; i += step) {
+            mix_lanes<wide, group(), several, Cell>(tile, row, i, begin, low, high, scores, factors);
         }
         for (; i + lanes <= dim; i += lanes) {
-            mix_lanes<group(), 1, Cell>(tile, row, i, begin, low, high, scores, factors);
+            mix_lanes<v8f, group(), 1, Cell>(tile, row, i, begin, low, high, scores, factors);
         }
     });
     for (std::int64_t i = dim / lanes * lanes; i < dim; ++i) {

@@ -1,5 +1,13 @@
 // The bodies of the row operations. Included once per instruction set, inside a namespace of its
-// own (hence no guard); `rows.hpp` says what each function does. Every path gives the same bits.
+// own (hence no guard), after `wide`, its longest vector; `rows.hpp` says what each function does. Every
+// path gives the same bits.
+
+template <typename Vector>
+DRUMLINE_INLINE Vector load(const float* from) {
+    Vector out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+}
 
 void rms_norm(const float* x, std::int64_t width, const float* weight, float eps, float* out) {
     v8f squares = splat(0.0F);
@@ -23,9 +31,9 @@ void rms_norm(const float* x, std::int64_t width, const float* weight, float eps
 
 void silu_and_mul(const float* gate, const float* up, std::int64_t width, float* out) {
     std::int64_t i = 0;
-    for (; i + lanes <= width; i += lanes) {
-        const v8f part = load8(gate + i);
-        store8(out + i, part / (splat(1.0F) + exp8(-part)) * load8(up + i));
+    for (; i + lanes_of<wide> <= width; i += lanes_of<wide>) {
+        const wide part = load<wide>(gate + i);
+        store(out + i, part / (all<wide>(1.0F) + exponential(-part)) * load<wide>(up + i));
     }
     for (; i < width; ++i) {
         out[i] = gate[i] / (1.0F + exp1(-gate[i])) * up[i];

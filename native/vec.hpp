@@ -21,6 +21,9 @@ typedef std::int32_t v8i __attribute__((vector_size(32)));
 
 constexpr int lanes = 8;
 
+template <typename Vector>
+constexpr int lanes_of = sizeof(Vector) / sizeof(float);
+
 DRUMLINE_INLINE v8f load8(const float* from) {
     v8f out;
     std::memcpy(&out, from, sizeof out);
@@ -69,41 +72,64 @@ DRUMLINE_INLINE float load1(const std::uint16_t* from) {
 
 DRUMLINE_INLINE void store8(float* to, v8f value) { std::memcpy(to, &value, sizeof value); }
 
+// Rounded to nearest even.
+DRUMLINE_INLINE void store8(_Float16* to, v8f value) {
+    const v8h half = __builtin_convertvector(value, v8h);
+    std::memcpy(to, &half, sizeof half);
+}
+
 DRUMLINE_INLINE v8f splat(float value) {
     return v8f{value, value, value, value, value, value, value, value};
 }
+
+DRUMLINE_INLINE v8f add_eights(v8f total, v8f v) { return total + v; }
 
 // ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7))
 DRUMLINE_INLINE float sum8(v8f v) {
     return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
+// Vectors of any length.
+template <typename Vector>
+DRUMLINE_INLINE Vector all(float value) {
+    return value - Vector{};  // -0 stays -0
+}
+
+template <typename Vector>
+DRUMLINE_INLINE void store(float* to, Vector value) {
+    std::memcpy(to, &value, sizeof value);
+}
+
 // e to the x, for x <= 0 mostly: Cody and Waite reduction, then a polynomial of degree 5 (the
 // coefficients of the Cephes library's expf). Relative error below 2e-7; exact 0 below -87.3.
-DRUMLINE_INLINE v8f exp8(v8f x) {
-    const v8f low = splat(-87.3365448F);
-    const v8f high = splat(88.3762626F);
-    const v8i under = x < low;
-    v8f y = x > high ? high : x;
+template <typename Vector>
+DRUMLINE_INLINE Vector exponential(Vector x) {
+    using Integers = decltype(x < x);
+    const Vector low = all<Vector>(-87.3365448F);
+    const Vector high = all<Vector>(88.3762626F);
+    const Integers under = x < low;
+    Vector y = x > high ? high : x;
     y = y < low ? low : y;
-    const v8f magic = splat(12582912.0F);  // 1.5 * 2^23: adding it rounds to an integer
-    const v8f n = (y * splat(1.44269504F) + magic) - magic;
-    const v8f r = (y - n * splat(0.693359375F)) - n * splat(-2.12194440e-4F);
-    v8f p = splat(1.9875691500e-4F);
-    p = p * r + splat(1.3981999507e-3F);
-    p = p * r + splat(8.3334519073e-3F);
-    p = p * r + splat(4.1665795894e-2F);
-    p = p * r + splat(1.6666665459e-1F);
-    p = p * r + splat(5.0000001201e-1F);
-    p = (p * (r * r) + r) + splat(1.0F);
-    const v8i exponent = (__builtin_convertvector(n, v8i) + 127) << 23;
-    v8f scale;
+    const Vector magic = all<Vector>(12582912.0F);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vector n = (y * all<Vector>(1.44269504F) + magic) - magic;
+    const Vector r = (y - n * all<Vector>(0.693359375F)) - n * all<Vector>(-2.12194440e-4F);
+    Vector p = all<Vector>(1.9875691500e-4F);
+    p = p * r + all<Vector>(1.3981999507e-3F);
+    p = p * r + all<Vector>(8.3334519073e-3F);
+    p = p * r + all<Vector>(4.1665795894e-2F);
+    p = p * r + all<Vector>(1.6666665459e-1F);
+    p = p * r + all<Vector>(5.0000001201e-1F);
+    p = (p * (r * r) + r) + all<Vector>(1.0F);
+    const Integers exponent = (__builtin_convertvector(n, Integers) + 127) << 23;
+    Vector scale;
     std::memcpy(&scale, &exponent, sizeof scale);
-    const v8f value = p * scale;
+    const Vector value = p * scale;
     // Not a number stays one.
-    const v8f kept = under ? splat(0.0F) : value;
+    const Vector kept = under ? all<Vector>(0.0F) : value;
     return x == x ? kept : x;
 }
+
+DRUMLINE_INLINE v8f exp8(v8f x) { return exponential(x); }
 
 DRUMLINE_INLINE float exp1(float x) { return exp8(splat(x))[0]; }
 
