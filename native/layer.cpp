@@ -16,6 +16,14 @@ namespace {
 // cache, and each weight, read once per tile, is used often enough to cost nothing.
 constexpr std::int64_t tile_rows = 128;
 
+// Columns of gate and up that are multiplied before the next product's integers are made of them:
+// they stay in the second-level cache, too.
+constexpr std::int64_t gated_bytes = 256 * 1024;
+
+// Rows from which on each thread takes some of its own through a layer; see `Stack::run_apart`.
+constexpr std::int64_t rows_apart = 4;   // for each thread
+constexpr std::int64_t share_rows = 32;  // at most; who is through with one takes the next
+
 std::size_t count_of(std::int64_t rows, std::int64_t width) {
     return static_cast<std::size_t>(rows * width);
 }
@@ -107,8 +115,9 @@ void gated(const Run& run, const Dense& gate_up, const Dense& down, const Intake
     float* between = run.space.scratch.gated.take(count_of(rows, width));
     inner.prepare(rows, width, second.layout(path, fine));
     const std::int64_t units = width / unit, groups = width / group_outputs;
-    const int parts =
-        static_cast<int>(std::min<std::int64_t>(units, run.threads > 1 ? 4 * run.threads : 1));
+    const std::int64_t pieces = (rows * 2 * width * 4 + gated_bytes - 1) / gated_bytes;
+    const int parts = static_cast<int>(std::min<std::int64_t>(
+        units, std::max<std::int64_t>(pieces, run.threads > 1 ? 4 * run.threads : 1)));
     Pool::instance().run(run.threads, parts, [&](int part) {
         const std::int64_t begin = units * part / parts, end = units * (part + 1) / parts;
         for (const std::int64_t from : {std::int64_t{0}, groups}) {
@@ -132,6 +141,16 @@ struct Projection {
     std::int64_t layer;
     const RowKernels& kernels;
     Path path;
+
+    Projection(const Attention& weights, const KVCache& cache, const Places& places,
+               const Rope& rope, std::int64_t layer, Path path)
+        : weights(weights),
+          cache(cache),
+          places(places),
+          rope(rope),
+          layer(layer),
+          kernels(row_kernels(path)),
+          path(path) {}
 
     void finish(float* qkv, std::int64_t token) const {
         const std::int64_t dim = weights.head_dim, half = rope.half;
@@ -286,45 +305,62 @@ void Experts::outputs(const Run& run, const float* x, std::int64_t rows, const s
 
 namespace {
 
-void attend_block(const Run& run, const Attention& weights, const KVCache& cache, std::int64_t layer,
-            const Places& places, const Rope& rope, const float* x, std::int64_t x_stride,
-            const float* residual, float* out) {
-    Scratch& scratch = run.space.scratch;
-    const std::int64_t tokens = places.tokens, width = weights.qkv.outputs;
-    const std::int64_t mixed_width = weights.heads * weights.head_dim;
-    float* qkv = scratch.projected.take(count_of(tokens, width));
-    const Projection projection = {
-        weights, cache, places, rope, layer, row_kernels(run.space.path), run.space.path};
-    // All keys first: a token may see later ones of its own block.
-    each_tile(tokens, [&](std::int64_t token, std::int64_t count) {
+// q, k, v of rows first .. first + rows - 1, which x begins with: keys and values go to the cache.
+void project(const Run& run, const Projection& projection, const float* x, std::int64_t x_stride,
+             std::int64_t first, std::int64_t rows, float* qkv) {
+    const Attention& weights = projection.weights;
+    const std::int64_t width = weights.qkv.outputs;
+    each_tile(rows, [&](std::int64_t row, std::int64_t count) {
         const Intake in = weights.qkv.take_in(run, weights.norm, weights.eps,
-                                              x + token * x_stride, count, x_stride);
-        weights.qkv.multiply(run, in, qkv + token * width, width);
+                                              x + row * x_stride, count, x_stride);
+        float* own = qkv + (first + row) * width;
+        weights.qkv.multiply(run, in, own, width);
         each_row(
             run, count,
-            [&](std::int64_t row) {
-                projection.finish(qkv + (token + row) * width, token + row);
-            },
-            1);
+            [&](std::int64_t at) { projection.finish(own + at * width, first + row + at); }, 1);
     });
-    float* mixed = scratch.mixed.take(count_of(tokens, mixed_width));
+}
+
+// What every head has found [rows, heads * head_dim] → out; `residual` may be null.
+void bring_out(const Run& run, const Attention& weights, const float* mixed, std::int64_t rows,
+               const float* residual, float* out) {
+    const std::int64_t width = weights.heads * weights.head_dim, hidden = weights.o.outputs;
+    each_tile(rows, [&](std::int64_t row, std::int64_t count) {
+        float* product = run.space.scratch.product.take(count_of(count, hidden));
+        const Intake in =
+            weights.o.take_in(run, nullptr, 0.0F, mixed + row * width, count, width);
+        weights.o.multiply(run, in, product, hidden);
+        const float* before = residual == nullptr ? nullptr : residual + row * hidden;
+        add_up(run, product, weights.o.bias, before, count, hidden, out + row * hidden);
+    });
+}
+
+// Every query of a pass over the cache → mixed [tokens, heads * head_dim].
+void look_back(const Run& run, const Attention& weights, const KVCache& cache, std::int64_t layer,
+               const Places& places, const float* qkv, float* mixed) {
     AttentionJob job;
     job.query = qkv;
-    job.query_stride = width;
+    job.query_stride = weights.qkv.outputs;
     job.heads = weights.heads;
     job.layer = layer;
     job.scale = 1.0F / std::sqrt(static_cast<float>(weights.head_dim));
     job.out = mixed;
-    attention(cache, places, job, 0, tokens, run.threads, run.space.path, scratch);
-    const std::int64_t hidden = weights.o.outputs;
-    each_tile(tokens, [&](std::int64_t token, std::int64_t count) {
-        float* product = scratch.product.take(count_of(count, hidden));
-        const Intake in = weights.o.take_in(run, nullptr, 0.0F, mixed + token * mixed_width, count,
-                                            mixed_width);
-        weights.o.multiply(run, in, product, hidden);
-        const float* before = residual == nullptr ? nullptr : residual + token * hidden;
-        add_up(run, product, weights.o.bias, before, count, hidden, out + token * hidden);
-    });
+    attention(cache, places, job, 0, places.tokens, run.threads, run.space.path,
+              run.space.scratch);
+}
+
+void attend_block(const Run& run, const Attention& weights, const KVCache& cache, std::int64_t layer,
+                  const Places& places, const Rope& rope, const float* x, std::int64_t x_stride,
+                  const float* residual, float* out) {
+    Scratch& scratch = run.space.scratch;
+    const std::int64_t tokens = places.tokens;
+    float* qkv = scratch.projected.take(count_of(tokens, weights.qkv.outputs));
+    // All keys first: a token may see later ones of its own block.
+    project(run, Projection(weights, cache, places, rope, layer, run.space.path), x, x_stride, 0,
+            tokens, qkv);
+    float* mixed = scratch.mixed.take(count_of(tokens, weights.heads * weights.head_dim));
+    look_back(run, weights, cache, layer, places, qkv, mixed);
+    bring_out(run, weights, mixed, tokens, residual, out);
 }
 
 void dense_block(const Run& run, const FeedForward& weights, const float* x, std::int64_t rows,
@@ -389,9 +425,95 @@ void Stack::feed_forward(std::int64_t index, const Run& run, const float* x, std
     }
 }
 
+// What `bring_out`, `dense_block` and `project` take on a workspace, taken in time: threads of the pool
+// do not throw.
+static void reserve(Workspace& space, const Layer& layer, std::int64_t rows) {
+    const std::int64_t count = std::min(rows, tile_rows);
+    Scratch& scratch = space.scratch;
+    const Attention& attention = *layer.attention;
+    const FeedForward& dense = *layer.dense;
+    const std::int64_t width = dense.gate_up.outputs / 2;
+    scratch.normed.take(count_of(count, std::max(attention.qkv.columns, dense.gate_up.columns)));
+    scratch.product.take(count_of(count, std::max(attention.o.outputs, dense.down.outputs)));
+    scratch.gate_up.take(count_of(count, 2 * width));
+    scratch.gated.take(count_of(count, width));
+    for (const Dense* taken : {&attention.qkv, &attention.o, &dense.gate_up, &dense.down}) {
+        const PackedLinear& part = *taken->parts.front();
+        if (part.quantized()) {
+            const ActivationLayout layout = part.layout(space.path, space.fine);
+            space.outer.prepare(count, taken->columns, layout);
+            space.inner.prepare(count, taken->columns, layout);
+        }
+    }
+}
+
+bool Stack::apart(const Run& run, std::int64_t rows) const {
+    return run.threads > 1 && rows >= rows_apart * run.threads &&
+           std::all_of(layers.begin(), layers.end(),
+                       [](const Layer& layer) { return layer.dense != nullptr; });
+}
+
+void Stack::run_apart(const Run& run, const KVCache& cache, const Places& places, float* x,
+                      const float* entry, std::int64_t entry_stride,
+                      const std::vector<Tap>& taps) const {
+    const auto count = static_cast<std::int64_t>(layers.size());
+    const std::int64_t tokens = places.tokens, hidden = layers.front().attention->o.outputs;
+    const std::int64_t rounds = (tokens + share_rows * run.threads - 1) / (share_rows * run.threads);
+    const auto shares = static_cast<int>(std::min(tokens, rounds * run.threads));
+    for (int share = 0; share < shares; ++share) {
+        for (const Layer& layer : layers) {
+            reserve(run.space.share(static_cast<std::size_t>(share)), layer,
+                    (tokens + shares - 1) / shares);
+        }
+    }
+    Scratch& scratch = run.space.scratch;
+    const float* mixed = nullptr;
+    for (std::int64_t index = 0; index <= count; ++index) {
+        const Layer* before = index == 0 ? nullptr : &layers[static_cast<std::size_t>(index - 1)];
+        const Layer* next = index == count ? nullptr : &layers[static_cast<std::size_t>(index)];
+        float* qkv = nullptr;
+        if (next != nullptr) {
+            qkv = scratch.projected.take(count_of(tokens, next->attention->qkv.outputs));
+        }
+        Pool::instance().run(run.threads, shares, [&](int share) {
+            const Run own{run.space.share(static_cast<std::size_t>(share)), 1};
+            const std::int64_t first = tokens * share / shares;
+            const std::int64_t rows = tokens * (share + 1) / shares - first;
+            float* stream = x + first * hidden;
+            if (before != nullptr) {
+                const std::int64_t width = before->attention->heads * before->attention->head_dim;
+                bring_out(own, *before->attention, mixed + first * width, rows, stream, stream);
+                dense_block(own, *before->dense, stream, rows, stream, stream);
+            }
+            for (const Tap& tap : taps) {
+                if (tap.layer == index) {
+                    std::memcpy(tap.out + first * hidden, stream,
+                                sizeof(float) * count_of(rows, hidden));
+                }
+            }
+            if (next != nullptr) {
+                const bool enters = index == 0 && entry != nullptr;
+                const std::int64_t stride = enters ? entry_stride : hidden;
+                project(own,
+                        Projection(*next->attention, cache, places, rope, index, own.space.path),
+                        (enters ? entry : x) + first * stride, stride, first, rows, qkv);
+            }
+        });
+        if (next != nullptr) {
+            const Attention& attention = *next->attention;
+            float* to = scratch.mixed.take(count_of(tokens, attention.heads * attention.head_dim));
+            look_back(run, attention, cache, index, places, qkv, to);
+            mixed = to;
+        }
+    }
+}
+
 void Stack::run(const Run& run, const KVCache& cache, const Places& places, float* x,
                 const float* entry, std::int64_t entry_stride,
                 const std::vector<Tap>& taps) const {
+    if (apart(run, places.tokens)) {
+        return run_apart(run, cache, places, x, entry, entry_stride, taps);
+    }
     const auto count = static_cast<std::int64_t>(layers.size());
     const std::int64_t hidden = layers.front().attention->o.outputs;
     for (std::int64_t index = 0; index <= count; ++index) {

@@ -25,12 +25,31 @@ class Workspace {
 public:
     Workspace(Path path, bool fine) : path(path), fine(fine) {}
 
+    // Of rows that go through on a thread of their own, beside those of others.
+    Workspace& share(std::size_t index) {
+        while (shares_.size() <= index) {
+            shares_.push_back(std::make_unique<Workspace>(path, fine));
+        }
+        return *shares_[index];
+    }
+
+    std::size_t nbytes() const {
+        std::size_t bytes = scratch.nbytes();
+        for (const auto& share : shares_) {
+            bytes += share->nbytes();
+        }
+        return bytes;
+    }
+
     const Path path;
     const bool fine;  // see PackedLinear::multiply
     Scratch scratch;
     Activations outer;  // of what was taken in last
     Activations inner;  // of what a feed-forward's second product takes in
     std::mutex busy;
+
+private:
+    std::vector<std::unique_ptr<Workspace>> shares_;
 };
 
 // One call on a workspace, with its threads.
@@ -159,6 +178,13 @@ struct Stack {
     // unless it is null.
     void run(const Run& run, const KVCache& cache, const Places& places, float* x,
              const float* entry, std::int64_t entry_stride, const std::vector<Tap>& taps) const;
+
+    // The same, the same bits: every thread takes some rows through all of a layer, and all of them
+    // share the attention. No thread reads what another wrote, but keys and values.
+    void run_apart(const Run& run, const KVCache& cache, const Places& places, float* x,
+                   const float* entry, std::int64_t entry_stride,
+                   const std::vector<Tap>& taps) const;
+    bool apart(const Run& run, std::int64_t rows) const;  // whether that is quicker
 
     // A whole pass: rows of `table` for ids [tokens] → x, all layers, logits.
     void decode(const Run& run, const KVCache& cache, const Places& places,

@@ -80,7 +80,7 @@ void bind_weights(nb::module_& module) {
                 new (self) Workspace(path_by_name(path), fine);
             },
             nb::arg("path"), nb::arg("fine"))
-        .def_prop_ro("nbytes", [](const Workspace& self) { return self.scratch.nbytes(); });
+        .def_prop_ro("nbytes", [](const Workspace& self) { return self.nbytes(); });
     nb::class_<Dense>(module, "Dense")
         .def(
             "__init__",

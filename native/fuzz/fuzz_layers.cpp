@@ -143,10 +143,11 @@ struct Memory {
     }
 
     void clear() {
-        std::fill(keys.begin(), keys.end(), std::uint8_t{0});
-        std::fill(values.begin(), values.end(), std::uint8_t{0});
-        std::fill(key_scales.begin(), key_scales.end(), 0.0F);
-        std::fill(value_scales.begin(), value_scales.end(), 0.0F);
+        // No numbers: nobody may see what nobody has written.
+        std::fill(keys.begin(), keys.end(), std::uint8_t{0xFF});
+        std::fill(values.begin(), values.end(), std::uint8_t{0xFF});
+        std::fill(key_scales.begin(), key_scales.end(), NAN);
+        std::fill(value_scales.begin(), value_scales.end(), NAN);
     }
 };
 

@@ -198,6 +198,43 @@ def test_bits_in_random_mixes(path: str, threads: int, name: str) -> None:
             done[index] = end
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["llama", "entry", "experts"])
+def test_threads_with_rows_of_their_own_give_the_same_bits(path: str, name: str) -> None:
+    """From a few rows per thread on, each thread takes some through all of a layer."""
+    lengths = [40, 1, 31, 9, 120]
+    for rows in (7, 8, 9, 31, 64, 65, 201):
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            world = World(NativeOps(path=path), SHAPES[name], lengths, 16)
+            pieces, left = [], rows
+            for index, length in enumerate(lengths):
+                pieces.append((index, 0, min(left, length)))
+                left -= pieces[-1][2]
+                if left == 0:
+                    break
+            found.append(world.run(pieces, (0, 1, 2, 3)))
+        for other in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), rows
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("size", [1, 8, 16, 32])
+def test_what_nobody_has_written_is_not_seen(path: str, dtype: str, size: int) -> None:
+    """Keys are read in whole units, beyond the last one that counts: whatever lies there."""
+    outs = []
+    for value in (0, 0xFF):  # 0xFF: no number
+        world = World(NativeOps(path=path), SHAPES["llama"], [3, 17, 140], size, dtype)
+        for part in (world.cache.keys, world.cache.values):
+            part.view(torch.uint8).fill_(value)
+        outs.append(world.run([(0, 0, 3), (1, 0, 16), (2, 0, 139)]))
+        outs[-1] += world.run([(1, 16, 17), (2, 139, 140)])
+    assert all(torch.isfinite(out).all() for out in outs[1])
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
 @pytest.mark.parametrize("size", [1, 3, 8, 24, 40, 160])
 def test_bits_do_not_depend_on_how_often_a_prompt_is_cut(size: int) -> None:
     """Blocks that lie across the chunks of 128 keys, or hold several of them."""
