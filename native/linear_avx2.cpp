@@ -95,10 +95,21 @@ struct Scales4_K {
     }
 };
 
-// Adds the products of one block of 4-bit weights and R rows.
-template <int R>
+// A block's nibbles as bytes, line by line: any row may have its far line in any of them.
+struct alignas(32) Unpacked {
+    std::uint8_t lines[block_lines][line_bytes];
+
+    DRUMLINE_AVX2_INLINE void keep(int line, __m256i w0, __m256i w1) {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(lines[line]), w0);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(lines[line] + 32), w1);
+    }
+};
+
+// The products of one block of 4-bit weights and R rows.
+template <int R, bool fine>
 DRUMLINE_AVX2_INLINE void nibble_products(const std::uint8_t* quanta, const std::int8_t* q,
-                                          __m256i (&dots)[R][halves_of_outputs]) {
+                                          __m256i (&dots)[R][halves_of_outputs],
+                                          Unpacked& unpacked) {
     const __m256i low_nibbles = _mm256_set1_epi8(15);
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
@@ -111,6 +122,9 @@ DRUMLINE_AVX2_INLINE void nibble_products(const std::uint8_t* quanta, const std:
             if (high != 0) {
                 w0 = _mm256_and_si256(_mm256_srli_epi16(packed_0, 4), low_nibbles);
                 w1 = _mm256_and_si256(_mm256_srli_epi16(packed_1, 4), low_nibbles);
+            }
+            if constexpr (fine) {
+                unpacked.keep(2 * v + high, w0, w1);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
@@ -128,13 +142,8 @@ DRUMLINE_AVX2_INLINE void nibble_products(const std::uint8_t* quanta, const std:
 }
 
 // What the high parts of a far line add to the sums of 8 outputs.
-DRUMLINE_AVX2_INLINE __m256i nibble_far(const std::uint8_t* quanta, int line, std::int32_t high,
-                                        int half) {
-    const __m256i packed = bytes32(quanta + line / 2 * line_bytes + 32 * half);
-    const __m256i w =
-        _mm256_and_si256(_mm256_srl_epi32(packed, _mm_cvtsi32_si128(line % 2 * 4)),
-                         _mm256_set1_epi8(15));
-    return _mm256_madd_epi16(_mm256_maddubs_epi16(w, _mm256_set1_epi32(high)),
+DRUMLINE_AVX2_INLINE __m256i nibble_far(const Unpacked& unpacked, int line, __m256i high, int half) {
+    return _mm256_madd_epi16(_mm256_maddubs_epi16(bytes32(unpacked.lines[line] + 32 * half), high),
                              _mm256_set1_epi16(far_step));
 }
 
@@ -142,30 +151,35 @@ DRUMLINE_AVX2_INLINE __m256i nibble_far(const std::uint8_t* quanta, int line, st
 template <typename Scales, int R, bool fine>
 DRUMLINE_AVX2_INLINE void nibble_sums(const TileJob& job, std::int64_t b,
                                       const __m256i (&dots)[R][halves_of_outputs],
+                                      const Unpacked& unpacked,
                                       __m256 (&total)[R][halves_of_outputs]) {
     constexpr PackedLayout packed = packed_layout(Scales::kind);
     const std::uint8_t* scales = job.weights + packed.unit(b);
-    const std::uint8_t* quanta = job.weights + packed.quanta(b);
     const std::int64_t at = b % packed.unit_blocks;
     const __m256i ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 2
+    __m256 d[halves_of_outputs], m[halves_of_outputs];
     for (int half = 0; half < halves_of_outputs; ++half) {
-        const __m256 d = Scales::d(scales, at, 0, half);
-        const __m256 m = Scales::m(scales, at, half);
+        d[half] = Scales::d(scales, at, 0, half);
+        m[half] = Scales::m(scales, at, half);
+    }
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
+    for (int r = 0; r < R; ++r) {
+        const std::int64_t place = b * R + r;
+#pragma GCC unroll 2
+        for (int half = 0; half < halves_of_outputs; ++half) {
             __m256i dot = _mm256_madd_epi16(dots[r][half], ones);
             if constexpr (fine) {
-                dot = _mm256_add_epi32(dot, nibble_far(quanta, job.far_line[b * R + r],
-                                                       job.far[b * R + r], half));
+                dot = _mm256_add_epi32(
+                    dot, nibble_far(unpacked, job.far_line[place],
+                                    _mm256_set1_epi32(job.far[place]), half));
             }
             if constexpr (Scales::offset) {
-                dot = _mm256_add_epi32(dot, _mm256_set1_epi32(job.offset[b * R + r]));
+                dot = _mm256_add_epi32(dot, _mm256_set1_epi32(job.offset[place]));
             }
-            const __m256 scale = _mm256_mul_ps(d, _mm256_set1_ps(job.scale[b * R + r]));
+            const __m256 scale = _mm256_mul_ps(d[half], _mm256_set1_ps(job.scale[place]));
             total[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, total[r][half]);
             if constexpr (Scales::minimum) {
-                total[r][half] = _mm256_fmadd_ps(m, _mm256_set1_ps(job.scaled_sum[b * R + r]),
+                total[r][half] = _mm256_fmadd_ps(m[half], _mm256_set1_ps(job.scaled_sum[place]),
                                                  total[r][half]);
             }
         }
@@ -182,8 +196,10 @@ DRUMLINE_AVX2 void nibble_tile(const TileJob& job) {
     }
     for (std::int64_t b = 0; b < job.columns / block_columns; ++b) {
         __m256i dots[R][halves_of_outputs];
-        nibble_products<R>(job.weights + packed.quanta(b), job.q + b * R * block_columns, dots);
-        nibble_sums<Scales, R, fine>(job, b, dots, total);
+        Unpacked unpacked;
+        nibble_products<R, fine>(job.weights + packed.quanta(b), job.q + b * R * block_columns,
+                                 dots, unpacked);
+        nibble_sums<Scales, R, fine>(job, b, dots, unpacked, total);
     }
     for (int r = 0; r < R; ++r) {
         store(job, r, 0, total[r][0]);
