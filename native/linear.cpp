@@ -268,6 +268,8 @@ void PackedLinear::multiply_groups(std::int64_t first, std::int64_t last, const 
                     job.x = x + r * x_stride;
                 }
                 job.out = out + r * out_stride + g * group_outputs;
+                job.first = r == begin;
+                job.last = r + tile >= end;
                 kernels.by_rows[std::min(tile, rows - r) - 1](job);
             }
         }

@@ -20,6 +20,19 @@ namespace {
 
 constexpr int halves_of_outputs = 2;  // of 8 each, one vector
 
+// Where several tiles follow each other on a block's weights, the processor no longer reads ahead by
+// itself. This far ahead may be beyond the weights' end: asking for memory that is not there does no
+// harm.
+constexpr std::size_t prefetch_bytes = 4096;
+
+DRUMLINE_AVX2_INLINE void ask_ahead(const TileJob& job, const std::uint8_t* quanta, std::size_t bytes) {
+    if (job.first && !job.last) {
+        for (std::size_t at = 0; at < bytes + line_bytes; at += line_bytes) {
+            __builtin_prefetch(quanta + prefetch_bytes + at);
+        }
+    }
+}
+
 DRUMLINE_AVX2_INLINE __m256i bytes32(const std::uint8_t* at) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
 }
@@ -196,6 +209,7 @@ DRUMLINE_AVX2 void nibble_tile(const TileJob& job) {
     }
     for (std::int64_t b = 0; b < job.columns / block_columns; ++b) {
         __m256i dots[R][halves_of_outputs];
+        ask_ahead(job, job.weights + packed.quanta(b), packed.quanta_bytes);
         Unpacked unpacked;
         nibble_products<R, fine>(job.weights + packed.quanta(b), job.q + b * R * block_columns,
                                  dots, unpacked);
@@ -256,6 +270,7 @@ DRUMLINE_AVX2 void word_tile(const TileJob& job) {
         const std::uint8_t* quanta = job.weights + packed.quanta(b);
         const std::int64_t at = b % packed.unit_blocks;
         const std::int8_t* q = job.q + b * R * 2 * block_columns;
+        ask_ahead(job, quanta, packed.quanta_bytes);
 #pragma GCC unroll 2
         for (int part = 0; part < Kind::halves; ++part) {
             __m256i dots[R][halves_of_outputs];

@@ -100,6 +100,9 @@ struct TileJob {
     float* out = nullptr;  // the group's first output of the tile's first row
     std::int64_t out_stride = 0;
     int outputs = group_outputs;  // fewer in the last group
+    // Of the tiles that these weights meet one after the other. The first reads them from memory.
+    bool first = true;
+    bool last = true;
 };
 
 using TileKernel = void (*)(const TileJob&);
