@@ -127,9 +127,11 @@ class EagleNetwork:
         layers = with_entry(load_layers(config, {**weights, FIRST_NORM: unused}, ops))
         self.stack = ops.load_stack(layers, build_rope(config, positions, ops.device))
 
-    def read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
-        last = pick_rows(output.hidden, rows)
-        return self.ops.rms_norm(last, self.target_norm, self.target_eps)
+    def pick(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
+        return pick_rows(output.hidden, rows)
+
+    def fuse(self, picked: Tensor) -> Tensor:
+        return self.ops.rms_norm(picked, self.target_norm, self.target_eps)
 
     def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
         ops = self.ops

@@ -272,18 +272,19 @@ class Eagle3Network:
         rows = head_rows(context.checkpoint, draft.table)
         return self.ops.load_linear([lean_rows(rows, self.ops)])
 
-    def read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
+    def pick(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
+        # [entries, taps * target hidden]
+        return torch.cat([pick_rows(output.taps[tap], rows) for tap in self.taps], dim=1)
+
+    def fuse(self, picked: Tensor) -> Tensor:
         ops = self.ops
-        parts = [pick_rows(output.taps[tap], rows) for tap in self.taps]
         if self.tap_norms:
-            parts = [
-                ops.rms_norm(part, norm, self.eps)
-                for part, norm in zip(parts, self.tap_norms, strict=True)
-            ]
-        fused = torch.cat(parts, dim=1)  # [entries, taps * target hidden]
+            parts = zip(picked.chunk(len(self.taps), dim=1), self.tap_norms, strict=True)
+            normed = [ops.rms_norm(part, norm, self.eps) for part, norm in parts]
+            picked = torch.cat(normed, dim=1)
         if self.input_norm is not None:
-            fused = ops.rms_norm(fused, self.input_norm, self.eps)
-        return ops.linear(fused, self.fc)  # [entries, hidden]
+            picked = ops.rms_norm(picked, self.input_norm, self.eps)
+        return ops.linear(picked, self.fc)  # [entries, hidden]
 
     def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
         ops = self.ops

@@ -285,11 +285,13 @@ class MtpNetwork:
         )
         return lambda x, batch, cache: ops.run_stack(x, stack, batch, cache)[0]
 
-    def read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
-        last = pick_rows(output.hidden, rows)
+    def pick(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
+        return pick_rows(output.hidden, rows)
+
+    def fuse(self, picked: Tensor) -> Tensor:
         if self.target_norm is None:
-            return last
-        return self.ops.rms_norm(last, self.target_norm, self.target_eps)
+            return picked
+        return self.ops.rms_norm(picked, self.target_norm, self.target_eps)
 
     def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
         ops = self.ops

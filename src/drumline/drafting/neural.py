@@ -57,8 +57,12 @@ class DraftNetwork(Protocol):
     kv_spec: KVSpec
     hidden_size: int
 
-    def read(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
-        """The target's ``rows``, fused to ``[entries, hidden]``."""
+    def pick(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
+        """What `fuse` makes entries of: the target's ``rows``, as they are."""
+        ...
+
+    def fuse(self, picked: Tensor) -> Tensor:
+        """Rows of `pick`, of one step or several → ``[entries, hidden]``."""
         ...
 
     def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
@@ -105,7 +109,7 @@ class TapDrafter:
             positions_max=positions,
         )
         self._memory = IndexMemory(self.ops.device)
-        self._carried: dict[int, list[Tensor]] = {}  # number → hidden rows of its last entries
+        self._carried: dict[int, list[Tensor]] = {}  # number → picked rows of its last entries
         self._filled: dict[int, int] = {}  # number → slots below this hold entries or are carried
 
     @property
@@ -153,7 +157,8 @@ class TapDrafter:
         return lane.k == 0 and few and first // size == (row.length - 1) // size
 
     def _let_wait(self, lanes: Sequence[Lane], output: ModelOutput | None) -> None:
-        """Keeps the hidden rows of this step's entries for the pass that will make them."""
+        """Keeps the rows of this step's entries for the pass that will make them. They are fused
+        there, all in one go."""
         sources: list[int] = []
         numbers: list[int] = []
         for lane in lanes:
@@ -164,9 +169,9 @@ class TapDrafter:
             self._filled[row.number] = row.length
         if sources:
             assert output is not None, "rows without the target's hidden states"
-            rows = self.network.read(output, sources).clone()
-            for number, hidden in zip(numbers, rows, strict=True):
-                self._carried.setdefault(number, []).append(hidden)
+            rows = self.network.pick(output, sources).clone()
+            for number, picked in zip(numbers, rows, strict=True):
+                self._carried.setdefault(number, []).append(picked)
 
     def _begin(self, row: DraftRow) -> None:
         """A row as it comes; asserts that it goes on where the last step left it."""
@@ -225,21 +230,25 @@ class TapDrafter:
         carry: Sequence[tuple[int, int]],
     ) -> Tensor:
         """Hidden rows of the entries ``[sources, hidden]``; notes those that must wait."""
-        picked = [source for source in sources if source >= 0] if carried else list(sources)
-        wanted = picked + [source for _, source in carry]
-        if not wanted:
-            fused = torch.zeros((0, self.network.hidden_size), device=self.ops.device)
-        else:
-            assert output is not None, "rows without the target's hidden states"
-            fused = self.network.read(output, wanted)
+        own = [source for source in sources if source >= 0] if carried else list(sources)
+        wanted = own + [source for _, source in carry]
+        if not wanted and not carried:
+            return torch.zeros((0, self.network.hidden_size), device=self.ops.device)
+        assert output is not None, "rows without the target's hidden states"
+        picked = self.network.pick(output, wanted)
         for index, (number, _) in enumerate(carry):
-            self._carried[number] = [fused[len(picked) + index].clone()]
-        if not carried:
-            return fused[: len(picked)] if carry else fused
-        rows = iter(range(len(picked)))
-        table = torch.cat((fused, torch.stack(list(carried))))
-        order = [next(rows) if s >= 0 else len(wanted) - s - 1 for s in sources]
-        return pick_rows(table, order)
+            self._carried[number] = [picked[len(own) + index].clone()]
+        if carried:
+            rows = iter(range(len(own)))
+            table = torch.cat((picked, torch.stack(list(carried))))
+            picked = pick_rows(
+                table, [next(rows) if s >= 0 else len(wanted) - s - 1 for s in sources]
+            )
+        elif carry:
+            picked = picked[: len(own)]
+        if not sources:
+            return picked.new_zeros((0, self.network.hidden_size))
+        return self.network.fuse(picked)
 
     def _next_pass(self, lanes: Sequence[Lane], x: Tensor, index: int) -> Tensor:
         """One token per row: its last draft, with the hidden that drafted it."""
