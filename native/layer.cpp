@@ -20,8 +20,9 @@ constexpr std::int64_t tile_rows = 128;
 // they stay in the second-level cache, too.
 constexpr std::int64_t gated_bytes = 256 * 1024;
 
-// Rows from which on each thread takes some of its own through a layer; see `Stack::run_apart`.
-constexpr std::int64_t rows_apart = 4;   // for each thread
+// Each core then reads all weights, so a thread wants so many rows that multiplying takes as long: one
+// for so many bits that a weight has in memory. Float32 is multiplied in more time, and read in more.
+constexpr double bits_per_row = 1.3, plain_bits_per_row = 3;
 constexpr std::int64_t share_rows = 32;  // at most; who is through with one takes the next
 
 std::size_t count_of(std::int64_t rows, std::int64_t width) {
@@ -448,9 +449,21 @@ static void reserve(Workspace& space, const Layer& layer, std::int64_t rows) {
 }
 
 bool Stack::apart(const Run& run, std::int64_t rows) const {
-    return run.threads > 1 && rows >= rows_apart * run.threads &&
-           std::all_of(layers.begin(), layers.end(),
-                       [](const Layer& layer) { return layer.dense != nullptr; });
+    double weights = 0, enough = 0;  // rows for each thread, times the weights that want them
+    for (const Layer& layer : layers) {
+        if (layer.dense == nullptr || run.threads == 1) {
+            return false;
+        }
+        for (const Dense* dense : {&layer.attention->qkv, &layer.attention->o,
+                                   &layer.dense->gate_up, &layer.dense->down}) {
+            for (const auto& part : dense->parts) {
+                const double per_row = part->quantized() ? bits_per_row : plain_bits_per_row;
+                weights += static_cast<double>(part->outputs() * part->columns());
+                enough += static_cast<double>(8 * part->nbytes()) / per_row;
+            }
+        }
+    }
+    return static_cast<double>(rows) * weights >= enough * run.threads;
 }
 
 void Stack::run_apart(const Run& run, const KVCache& cache, const Places& places, float* x,
