@@ -204,7 +204,7 @@ DRUMLINE_INLINE void score_units(const Tile& tile, const Keys<Cell>* units, int 
     });
 }
 
-// Scores of all rows with neighbouring keys of a block of fewer than 16.
+// Scores of all rows with neighbouring keys of a block that is no whole number of units.
 template <typename Cell>
 DRUMLINE_INLINE void score_few(const Tile& tile, Keys<Cell> keys, std::int64_t count) {
     const std::int64_t dim = tile.cache->head_dim, size = tile.cache->block_size;

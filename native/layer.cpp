@@ -20,8 +20,8 @@ constexpr std::int64_t tile_rows = 128;
 // they stay in the second-level cache, too.
 constexpr std::int64_t gated_bytes = 256 * 1024;
 
-// Each core then reads all weights, so a thread wants so many rows that multiplying takes as long: one
-// for so many bits that a weight has in memory. Float32 is multiplied in more time, and read in more.
+// Threads with rows of their own all read all weights, so each wants so many rows that multiplying
+// takes as long: one row for every so many bits that a weight has in memory, see `Stack::apart`.
 constexpr double bits_per_row = 1.3, plain_bits_per_row = 3;
 constexpr std::int64_t share_rows = 32;  // at most; who is through with one takes the next
 
