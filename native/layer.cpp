@@ -154,13 +154,21 @@ struct Projection {
           path(path) {}
 
     void finish(float* qkv, std::int64_t token) const {
+        turn(qkv, token, 0, weights.heads + 2 * weights.kv_heads);
+        keep(qkv, token);
+    }
+
+    // Bias, norm and rope of heads begin .. end - 1 of q, k, v, one after the other in a row.
+    void turn(float* qkv, std::int64_t token, std::int64_t begin, std::int64_t end) const {
         const std::int64_t dim = weights.head_dim, half = rope.half;
         const float* cos = rope.cos + places.positions[token] * half;
         const float* sin = rope.sin + places.positions[token] * half;
         if (weights.qkv.bias != nullptr) {
-            kernels.add(qkv, weights.qkv.bias, weights.qkv.outputs, qkv);
+            float* own = qkv + begin * dim;
+            kernels.add(own, weights.qkv.bias + begin * dim, (end - begin) * dim, own);
         }
-        for (std::int64_t head = 0; head < weights.heads + weights.kv_heads; ++head) {
+        for (std::int64_t head = begin; head < std::min(end, weights.heads + weights.kv_heads);
+             ++head) {
             float* own = qkv + head * dim;
             const float* norm = head < weights.heads ? weights.q_norm : weights.k_norm;
             if (norm != nullptr) {
@@ -168,9 +176,13 @@ struct Projection {
             }
             kernels.rope(own, half, cos, sin, own);
         }
+    }
+
+    void keep(const float* qkv, std::int64_t token) const {
         if (places.slots[token] >= 0) {
-            const float* key = qkv + weights.heads * dim;
-            write_kv(cache, layer, places.slots[token], key, key + weights.kv_heads * dim, path);
+            const float* key = qkv + weights.heads * weights.head_dim;
+            write_kv(cache, layer, places.slots[token], key,
+                     key + weights.kv_heads * weights.head_dim, path);
         }
     }
 };
@@ -219,16 +231,23 @@ Intake Dense::take_in(const Run& run, const float* norm, float eps, const float*
     return in;
 }
 
-void Dense::multiply(const Run& run, const Intake& in, float* out, std::int64_t out_stride) const {
+void Dense::multiply(const Run& run, const Intake& in, float* out, std::int64_t out_stride,
+                     Outputs some) const {
     const Path path = run.space.path;
     const bool fine = run.space.fine;
     for (const auto& part : parts) {
-        if (in.ready != nullptr && part->quantized() && part->layout(path, fine) == in.layout) {
-            part->multiply(*in.ready, out, out_stride, run.threads, path, fine);
-        } else {
-            part->multiply(in.x, in.rows, in.stride, out, out_stride, run.threads, path, fine);
+        const std::int64_t count = part->outputs();
+        const Outputs own = {std::max<std::int64_t>(some.begin, 0), std::min(some.end, count)};
+        if (own.begin < own.end) {
+            if (in.ready != nullptr && part->quantized() && part->layout(path, fine) == in.layout) {
+                part->multiply(*in.ready, out, out_stride, run.threads, path, fine, own);
+            } else {
+                part->multiply(in.x, in.rows, in.stride, out, out_stride, run.threads, path, fine,
+                               own);
+            }
         }
-        out += part->outputs();
+        out += count;
+        some = {some.begin - count, some.end - count};
     }
 }
 
@@ -319,6 +338,45 @@ void project(const Run& run, const Projection& projection, const float* x, std::
         each_row(
             run, count,
             [&](std::int64_t at) { projection.finish(own + at * width, first + row + at); }, 1);
+    });
+}
+
+// Of rows that nobody reads after the last layer: keys and values alone.
+void project_keys(const Run& run, const Projection& projection, const float* x,
+                  std::int64_t x_stride, std::int64_t rows) {
+    const Attention& weights = projection.weights;
+    const std::int64_t width = weights.qkv.outputs, heads = weights.heads + 2 * weights.kv_heads;
+    each_tile(rows, [&](std::int64_t row, std::int64_t count) {
+        float* qkv = run.space.scratch.projected.take(count_of(count, width));
+        const Intake in = weights.qkv.take_in(run, weights.norm, weights.eps, x + row * x_stride,
+                                              count, x_stride);
+        weights.qkv.multiply(run, in, qkv, width, {weights.heads * weights.head_dim});
+        each_row(
+            run, count,
+            [&](std::int64_t at) {
+                projection.turn(qkv + at * width, row + at, weights.heads, heads);
+                projection.keep(qkv + at * width, row + at);
+            },
+            1);
+    });
+}
+
+// q of rows that others' keys were made beside of; `projection` has their places.
+void project_queries(const Run& run, const Projection& projection, const float* x,
+                     std::int64_t x_stride, std::int64_t rows, float* q) {
+    const Attention& weights = projection.weights;
+    const std::int64_t width = weights.qkv.outputs;
+    each_tile(rows, [&](std::int64_t row, std::int64_t count) {
+        const Intake in = weights.qkv.take_in(run, weights.norm, weights.eps, x + row * x_stride,
+                                              count, x_stride);
+        float* own = q + row * width;
+        weights.qkv.multiply(run, in, own, width, {0, weights.heads * weights.head_dim});
+        each_row(
+            run, count,
+            [&](std::int64_t at) {
+                projection.turn(own + at * width, row + at, 0, weights.heads);
+            },
+            1);
     });
 }
 
@@ -466,10 +524,9 @@ bool Stack::apart(const Run& run, std::int64_t rows) const {
     return static_cast<double>(rows) * weights >= enough * run.threads;
 }
 
-void Stack::run_apart(const Run& run, const KVCache& cache, const Places& places, float* x,
-                      const float* entry, std::int64_t entry_stride,
-                      const std::vector<Tap>& taps) const {
-    const auto count = static_cast<std::int64_t>(layers.size());
+void Stack::run_apart(std::int64_t count, const Run& run, const KVCache& cache,
+                      const Places& places, float* x, const float* entry,
+                      std::int64_t entry_stride, const std::vector<Tap>& taps) const {
     const std::int64_t tokens = places.tokens, hidden = layers.front().attention->o.outputs;
     const std::int64_t rounds = (tokens + share_rows * run.threads - 1) / (share_rows * run.threads);
     const auto shares = static_cast<int>(std::min(tokens, rounds * run.threads));
@@ -522,25 +579,76 @@ void Stack::run_apart(const Run& run, const KVCache& cache, const Places& places
 }
 
 void Stack::run(const Run& run, const KVCache& cache, const Places& places, float* x,
-                const float* entry, std::int64_t entry_stride,
-                const std::vector<Tap>& taps) const {
-    if (apart(run, places.tokens)) {
-        return run_apart(run, cache, places, x, entry, entry_stride, taps);
-    }
+                const float* entry, std::int64_t entry_stride, const std::vector<Tap>& taps,
+                const Reads* reads) const {
     const auto count = static_cast<std::int64_t>(layers.size());
     const std::int64_t hidden = layers.front().attention->o.outputs;
-    for (std::int64_t index = 0; index <= count; ++index) {
-        for (const Tap& tap : taps) {
-            if (tap.layer == index) {
-                std::memcpy(tap.out, x, sizeof(float) * count_of(places.tokens, hidden));
+    const bool spare = reads != nullptr && spares(*reads, places.tokens, taps);
+    const std::int64_t whole = spare ? count - 1 : count;  // layers that all rows go through
+    if (whole > 0 && apart(run, places.tokens)) {
+        run_apart(whole, run, cache, places, x, entry, entry_stride, taps);
+    } else {
+        for (std::int64_t index = 0; index <= whole; ++index) {
+            for (const Tap& tap : taps) {
+                if (tap.layer == index) {
+                    std::memcpy(tap.out, x, sizeof(float) * count_of(places.tokens, hidden));
+                }
+            }
+            if (index < whole) {
+                const bool enters = index == 0 && entry != nullptr;
+                attend(index, run, cache, places, enters ? entry : x,
+                       enters ? entry_stride : hidden, x, x);
+                feed_forward(index, run, x, places.tokens, x, x);
             }
         }
-        if (index == count) {
-            return;
-        }
-        const bool enters = index == 0 && entry != nullptr;
-        attend(index, run, cache, places, enters ? entry : x, enters ? entry_stride : hidden, x, x);
-        feed_forward(index, run, x, places.tokens, x, x);
+    }
+    if (spare) {
+        const bool enters = whole == 0 && entry != nullptr;
+        finish(run, cache, places, enters ? entry : x, enters ? entry_stride : hidden, x, *reads);
+    }
+}
+
+// Whether leaving rows out of the last layer is worth making the others' integers twice.
+bool Stack::spares(const Reads& reads, std::int64_t tokens, const std::vector<Tap>& taps) const {
+    const auto count = static_cast<std::int64_t>(layers.size());
+    const bool tapped = std::any_of(taps.begin(), taps.end(),
+                                    [&](const Tap& tap) { return tap.layer == count; });
+    return !tapped && 2 * reads.count <= tokens;
+}
+
+void Stack::finish(const Run& run, const KVCache& cache, const Places& places, const float* source,
+                   std::int64_t source_stride, float* x, const Reads& reads) const {
+    const auto index = static_cast<std::int64_t>(layers.size()) - 1;
+    const Attention& attention = *layers.back().attention;
+    const std::int64_t rows = reads.count, hidden = attention.o.outputs;
+    const std::int64_t columns = attention.qkv.columns, width = attention.qkv.outputs;
+    const Path path = run.space.path;
+    project_keys(run, Projection(attention, cache, places, rope, index, path), source,
+                 source_stride, places.tokens);
+    if (rows == 0) {
+        return;
+    }
+    Scratch& scratch = run.space.scratch;
+    float* entry = scratch.read_entry.take(count_of(rows, columns));
+    float* stream = scratch.read_stream.take(count_of(rows, hidden));
+    std::int64_t* seen = scratch.read_places.take(count_of(2, rows));
+    for (std::int64_t row = 0; row < rows; ++row) {
+        const std::int64_t token = reads.tokens[row];
+        std::copy_n(source + token * source_stride, columns, entry + row * columns);
+        std::copy_n(x + token * hidden, hidden, stream + row * hidden);
+        seen[row] = places.positions[token];
+        seen[rows + row] = places.table_start[token];
+    }
+    const Places own = {rows, seen, nullptr, places.tables, seen + rows, places.first_key};
+    float* q = scratch.projected.take(count_of(rows, width));
+    project_queries(run, Projection(attention, cache, own, rope, index, path), entry, columns, rows,
+                    q);
+    float* mixed = scratch.mixed.take(count_of(rows, attention.heads * attention.head_dim));
+    look_back(run, attention, cache, index, own, q, mixed);
+    bring_out(run, attention, mixed, rows, stream, stream);
+    feed_forward(index, run, stream, rows, stream, stream);
+    for (std::int64_t row = 0; row < rows; ++row) {
+        std::copy_n(stream + row * hidden, hidden, x + reads.tokens[row] * hidden);
     }
 }
 

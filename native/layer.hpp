@@ -82,7 +82,8 @@ struct Dense {
                    std::int64_t x_stride) const;
 
     // Without the bias: whoever comes next over the row adds it.
-    void multiply(const Run& run, const Intake& in, float* out, std::int64_t out_stride) const;
+    void multiply(const Run& run, const Intake& in, float* out, std::int64_t out_stride,
+                  Outputs some = {}) const;
 };
 
 // [rows, columns] → [rows, outputs], with the bias; `norm` [columns] may be null.
@@ -163,6 +164,13 @@ struct Logits {
     float* out = nullptr;
 };
 
+// Tokens of a pass, ascending, whose rows are read when it is over. Of the others the last layer may
+// leave out all but keys and values; their rows are then as they were before it.
+struct Reads {
+    const std::int64_t* tokens = nullptr;
+    std::int64_t count = 0;
+};
+
 struct Stack {
     std::vector<Layer> layers;
     Rope rope;
@@ -175,16 +183,22 @@ struct Stack {
                       const float* residual, float* out) const;
 
     // All layers: x [tokens, hidden] in place. The first one attends to `entry` in place of x,
-    // unless it is null.
+    // unless it is null. All rows are read where `reads` is null.
     void run(const Run& run, const KVCache& cache, const Places& places, float* x,
-             const float* entry, std::int64_t entry_stride, const std::vector<Tap>& taps) const;
+             const float* entry, std::int64_t entry_stride, const std::vector<Tap>& taps,
+             const Reads* reads = nullptr) const;
 
-    // The same, the same bits: every thread takes some rows through all of a layer, and all of them
-    // share the attention. No thread reads what another wrote, but keys and values.
-    void run_apart(const Run& run, const KVCache& cache, const Places& places, float* x,
-                   const float* entry, std::int64_t entry_stride,
+    // The first `count` layers, the same bits: every thread takes some rows through all of a layer,
+    // and all of them share the attention. No thread reads what another wrote, but keys and values.
+    void run_apart(std::int64_t count, const Run& run, const KVCache& cache, const Places& places,
+                   float* x, const float* entry, std::int64_t entry_stride,
                    const std::vector<Tap>& taps) const;
     bool apart(const Run& run, std::int64_t rows) const;  // whether that is quicker
+
+    // The last layer for the rows that are read: it attends to `source`, and is added to x.
+    void finish(const Run& run, const KVCache& cache, const Places& places, const float* source,
+                std::int64_t source_stride, float* x, const Reads& reads) const;
+    bool spares(const Reads& reads, std::int64_t tokens, const std::vector<Tap>& taps) const;
 
     // A whole pass: rows of `table` for ids [tokens] → x, all layers, logits.
     void decode(const Run& run, const KVCache& cache, const Places& places,

@@ -277,7 +277,8 @@ void PackedLinear::multiply_groups(std::int64_t first, std::int64_t last, const 
 }
 
 void PackedLinear::multiply(const float* x, std::int64_t rows, std::int64_t x_stride, float* out,
-                            std::int64_t out_stride, int threads, Path path, bool fine) const {
+                            std::int64_t out_stride, int threads, Path path, bool fine,
+                            Outputs some) const {
     if (rows == 0) {
         return;
     }
@@ -286,37 +287,29 @@ void PackedLinear::multiply(const float* x, std::int64_t rows, std::int64_t x_st
     if (quantized()) {
         activations.quantize(x, rows, columns_, x_stride, layout(path, fine), threads, path);
     }
-    multiply_all(x, rows, x_stride, activations, out, out_stride, threads, path, fine);
+    multiply_all(x, rows, x_stride, activations, out, out_stride, threads, path, fine, some);
 }
 
 void PackedLinear::multiply(const Activations& activations, float* out, std::int64_t out_stride,
-                            int threads, Path path, bool fine) const {
-    multiply_all(nullptr, activations.rows, 0, activations, out, out_stride, threads, path, fine);
+                            int threads, Path path, bool fine, Outputs some) const {
+    multiply_all(nullptr, activations.rows, 0, activations, out, out_stride, threads, path, fine,
+                 some);
 }
 
 void PackedLinear::multiply_all(const float* x, std::int64_t rows, std::int64_t x_stride,
                                 const Activations& activations, float* out,
-                                std::int64_t out_stride, int threads, Path path, bool fine) const {
+                                std::int64_t out_stride, int threads, Path path, bool fine,
+                                Outputs some) const {
+    const std::int64_t end = std::min(some.end, outputs_);
+    const std::int64_t first = some.begin / group_outputs;
+    const std::int64_t groups = (end + group_outputs - 1) / group_outputs - first;
     // A few parts more than threads: who comes late, or is held up, gets fewer.
     const int parts =
-        static_cast<int>(std::min<std::int64_t>(groups_, threads > 1 ? 4 * threads : 1));
-    struct Job {
-        const float* x;
-        std::int64_t rows, x_stride;
-        const Activations& activations;
-        float* out;
-        std::int64_t out_stride;
-        int parts;
-        Path path;
-        bool fine;
-    } const job{x, rows, x_stride, activations, out, out_stride, parts, path, fine};
-    // Two captures: a std::function of more would allocate.
-    const auto body = [this, &job](int part) {
-        multiply_groups(groups_ * part / job.parts, groups_ * (part + 1) / job.parts, job.x,
-                        job.rows, job.x_stride, job.activations, job.out, job.out_stride, job.path,
-                        job.fine);
-    };
-    Pool::instance().run(threads, parts, body);
+        static_cast<int>(std::min<std::int64_t>(groups, threads > 1 ? 4 * threads : 1));
+    Pool::instance().run(threads, parts, [&](int part) {
+        multiply_groups(first + groups * part / parts, first + groups * (part + 1) / parts, x, rows,
+                        x_stride, activations, out, out_stride, path, fine);
+    });
 }
 
 void PackedLinear::take_rows(const std::int64_t* ids, std::int64_t count, float* out) const {

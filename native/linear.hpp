@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -82,6 +83,13 @@ public:
     std::vector<std::uint8_t> far_line;
 };
 
+// Of a product's outputs: begin .. end - 1, or up to its last. Those that share a group of 16 with
+// them are written, too.
+struct Outputs {
+    std::int64_t begin = 0;
+    std::int64_t end = std::numeric_limits<std::int64_t>::max();
+};
+
 class PackedLinear {
 public:
     // Weights of one kind, stacked along the output: `raw[i]` is [outputs[i], row_bytes] as a GGUF
@@ -98,11 +106,12 @@ public:
     // columns of its far line, which reach 16 times as far. Few columns stand out of a block, and most
     // of the error that 8 bits leave is what they cost the others.
     void multiply(const float* x, std::int64_t rows, std::int64_t x_stride, float* out,
-                  std::int64_t out_stride, int threads, Path path, bool fine) const;
+                  std::int64_t out_stride, int threads, Path path, bool fine,
+                  Outputs some = {}) const;
 
     // The same with activations that are ready, in the layout that `layout` says.
     void multiply(const Activations& activations, float* out, std::int64_t out_stride, int threads,
-                  Path path, bool fine) const;
+                  Path path, bool fine, Outputs some = {}) const;
 
     // The same in two steps, for callers that share activations between weights or split the groups
     // over threads themselves. `x` and `x_stride` are read by plain weights only, `activations` by
@@ -124,7 +133,7 @@ public:
 private:
     void multiply_all(const float* x, std::int64_t rows, std::int64_t x_stride,
                       const Activations& activations, float* out, std::int64_t out_stride,
-                      int threads, Path path, bool fine) const;
+                      int threads, Path path, bool fine, Outputs some) const;
 
     WeightKind kind_;
     std::int64_t outputs_;

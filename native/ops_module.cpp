@@ -197,11 +197,12 @@ void bind_stack(nb::module_& module) {
              })
         .def("run", [](const Stack& self, Workspace& space, const KVCache& cache,
                        const Places& places, Address x, Address entry, std::int64_t entry_stride,
-                       const Taps& taps, int threads) {
+                       const Taps& taps, Address read, std::int64_t reads_count, int threads) {
             const std::vector<Tap> copies = tap_copies(taps);
+            const Reads reads = {at<const std::int64_t>(read), reads_count};
             computed(space, threads, [&](const Run& run) {
                 self.run(run, cache, places, at<float>(x), at<const float>(entry), entry_stride,
-                         copies);
+                         copies, reads_count < 0 ? nullptr : &reads);
             });
         })
         .def("decode", [](const Stack& self, Workspace& space, const KVCache& cache,

@@ -65,13 +65,17 @@ struct Scratch {
     Buffer<float> gathered;
     Buffer<float> expert_product;
     Buffer<float> expert_outputs;
+    Buffer<float> read_entry;
+    Buffer<float> read_stream;
+    Buffer<std::int64_t> read_places;
 
     std::size_t nbytes() const {
         return normed.nbytes() + projected.nbytes() + mixed.nbytes() + product.nbytes() +
                gate_up.nbytes() + gated.nbytes() + chunk_sums.nbytes() + chunk_states.nbytes() +
                tile_starts.nbytes() + router_logits.nbytes() + expert_ids.nbytes() +
                expert_shares.nbytes() + expert_bounds.nbytes() + expert_pairs.nbytes() +
-               gathered.nbytes() + expert_product.nbytes() + expert_outputs.nbytes();
+               gathered.nbytes() + expert_product.nbytes() + expert_outputs.nbytes() +
+               read_entry.nbytes() + read_stream.nbytes() + read_places.nbytes();
     }
 };
 

@@ -157,8 +157,9 @@ struct Piece {
 };
 
 // The pieces' tokens through all layers, in place of their rows of `streams`.
-void pass(const Model& model, const Memory& memory, const std::vector<Piece>& pieces,
-          std::vector<std::vector<float>>& streams, int threads, Workspace& space) {
+void pass(Random& random, const Model& model, const Memory& memory,
+          const std::vector<Piece>& pieces, std::vector<std::vector<float>>& streams, int threads,
+          Workspace& space) {
     std::vector<std::int64_t> positions, slots, starts;
     std::vector<float> x;
     for (const Piece& piece : pieces) {
@@ -175,10 +176,24 @@ void pass(const Model& model, const Memory& memory, const std::vector<Piece>& pi
     const auto tokens = static_cast<std::int64_t>(positions.size());
     const Places places = {tokens, positions.data(), slots.data(), memory.tables.data(),
                            starts.data(), 0};
-    std::vector<float> tapped(x.size());
+    std::vector<float> tapped(x.size()), some = x;
     const auto layers = static_cast<std::int64_t>(model.stack.layers.size());
     model.stack.run({space, threads}, memory.cache, places, x.data(), nullptr, 0,
                     {{layers, tapped.data()}});
+    // Again, and a few rows of it are read: keys and values are written anew, and are the same.
+    std::vector<std::int64_t> read;
+    for (std::int64_t token = 0; token < tokens; ++token) {
+        if (random.one_in(4)) {
+            read.push_back(token);
+        }
+    }
+    const Reads reads = {read.data(), static_cast<std::int64_t>(read.size())};
+    model.stack.run({space, threads}, memory.cache, places, some.data(), nullptr, 0, {}, &reads);
+    for (const std::int64_t token : read) {
+        const auto at = token * model.hidden;
+        expect(std::equal(x.begin() + at, x.begin() + at + model.hidden, some.begin() + at, same),
+               "a row depends on what is left out");
+    }
     auto from = x.begin();
     for (const Piece& piece : pieces) {
         const std::int64_t count = (piece.end - piece.begin) * model.hidden;
@@ -206,7 +221,7 @@ void layers(Random& random) {
         memory.clear();
         auto whole = streams;
         for (std::size_t i = 0; i < whole.size(); ++i) {
-            pass(model, memory, {{i, 0, memory.lengths[i]}}, whole, 1, space);
+            pass(random, model, memory, {{i, 0, memory.lengths[i]}}, whole, 1, space);
         }
         memory.clear();
         auto pieced = streams;
@@ -223,7 +238,7 @@ void layers(Random& random) {
                 }
             }
             if (!pieces.empty()) {
-                pass(model, memory, pieces, pieced, random.of({1, 2, 3}), space);
+                pass(random, model, memory, pieces, pieced, random.of({1, 2, 3}), space);
             } else if (done == memory.lengths) {
                 break;
             }

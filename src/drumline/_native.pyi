@@ -155,6 +155,8 @@ class Stack:
         entry: int,
         entry_stride: int,
         taps: list[tuple[int, int]],
+        read: int,
+        reads_count: int,
         threads: int,
         /,
     ) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,11 +212,17 @@ def _record(world: World) -> None:
     network = world.drafter.network
     plain = network.forward
 
-    def forward(ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: Any) -> Tensor:
-        x = plain(ids, hidden, batch, cache)
+    def forward(
+        ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: Any, *read_at: Iterable[int]
+    ) -> Tensor:
+        x = plain(ids, hidden, batch, cache, *read_at)
         world.passes.append(
             Recorded(ids.tolist(), batch.positions.tolist(), batch.slots.tolist(), x.clone())
         )
+        for rows in read_at:  # of what was not asked for, nothing may be used
+            unread = torch.ones(len(x), dtype=torch.bool)
+            unread[list(rows)] = False
+            x[unread] = torch.nan
         return x
 
     network.forward = forward

@@ -58,3 +58,28 @@ def test_threads_change_no_bit(tiny_path: TinyPath, arch: str, quantization: str
     for threads in (1, 2, 3):
         for speculation in SPECULATION:
             assert answers(path, threads, speculation, quantization=quantization) == truth
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_torch_does_not_compete_with_native_threads(tiny_path: TinyPath, backend: str) -> None:
+    """In a step of native operations torch computes alone; afterwards, and with other operations,
+    it has the threads that it had, or that the engine was given."""
+    torch.set_num_threads(3)
+    seen = set()
+    with LLM(
+        model=str(tiny_path("llama")), max_model_len=64, threads=2, ops_backend=backend
+    ) as llm:
+        torch.set_num_threads(3)
+        worker = llm.core.worker
+        forward = worker.model.forward
+
+        def watched(*args: Any) -> Any:
+            seen.add(torch.get_num_threads())
+            return forward(*args)
+
+        worker.model.forward = watched
+        llm.generate([(5, 6, 7)], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert seen == {1 if backend == "native" else 2}
+    assert torch.get_num_threads() == 3
+    if backend == "native":
+        assert worker.ops.threads == 2

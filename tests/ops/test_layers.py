@@ -115,13 +115,19 @@ class World:
     """A stack on a backend, and sequences whose tokens go through it in any pieces."""
 
     def __init__(
-        self, ops: Ops, shape: Shape, lengths: list[int], block_size: int, dtype: str = "float32"
+        self,
+        ops: Ops,
+        shape: Shape,
+        lengths: list[int],
+        block_size: int,
+        dtype: str = "float32",
+        layers: int = 3,
     ) -> None:
         self.ops, self.lengths, self.size = ops, lengths, block_size
         angles = torch.arange(POSITIONS)[:, None] * 0.3 ** torch.arange(DIM // 2)
         rope = RopeTable(angles.cos().contiguous(), angles.sin().contiguous())
         maker = Maker(ops)
-        self.stack = ops.load_stack([maker.layer(shape, index) for index in range(3)], rope)
+        self.stack = ops.load_stack([maker.layer(shape, index) for index in range(layers)], rope)
         counts = [-(-length // block_size) for length in lengths]
         ids = random.Random(len(lengths)).sample(range(sum(counts)), sum(counts))
         ends = list(itertools.accumulate(counts))
@@ -147,12 +153,17 @@ class World:
     def rows(self, of: list[Tensor], pieces: list[tuple[int, int, int]]) -> Tensor:
         return torch.cat([of[index][start:end] for index, start, end in pieces])
 
-    def run(self, pieces: list[tuple[int, int, int]], taps: tuple[int, ...] = ()) -> list[Tensor]:
+    def run(
+        self,
+        pieces: list[tuple[int, int, int]],
+        taps: tuple[int, ...] = (),
+        read_at: list[int] | None = None,
+    ) -> list[Tensor]:
         """The stream after all layers, then at each of ``taps``."""
         x, batch = self.rows(self.x, pieces), self.batch(pieces)
         entry = self.rows(self.entry, pieces) if self.enters else None
         kept = x.clone()
-        out, tapped = self.ops.run_stack(x, self.stack, batch, self.cache, taps, entry)
+        out, tapped = self.ops.run_stack(x, self.stack, batch, self.cache, taps, entry, read_at)
         assert torch.equal(x.view(torch.int32), kept.view(torch.int32)), (
             "what came in was written to"
         )
@@ -217,6 +228,71 @@ def test_threads_with_rows_of_their_own_give_the_same_bits(path: str, name: str)
             found.append(world.run(pieces, (0, 1, 2, 3)))
         for other in found[1:]:
             assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True)), rows
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("name", SHAPES)
+def test_rows_that_are_read_do_not_notice_those_that_are_not(
+    path: str, threads: int, layers: int, name: str
+) -> None:
+    """What is read, tapped and kept in the cache is the same to the bit, whatever is left out."""
+    torch.set_num_threads(threads)
+    lengths, taps = [9, 1, 140], tuple(range(layers))
+    pieces = [(0, 0, 9), (1, 0, 1), (2, 0, 120)]
+    later = [(0, 8, 9), (2, 120, 140)]
+    world = World(NativeOps(path=path), SHAPES[name], lengths, 16, layers=layers)
+    whole = world.run(pieces, (*taps, layers))
+    kept = [part.clone() for part in _memory(world.cache)]
+    after = world.run(later)
+    draw = random.Random(layers)
+    several = [sorted(draw.sample(range(130), count)) for count in (2, 64, 66, 130)]
+    for read_at in ([], [129], [8, 9, 129], *several):
+        for part in _memory(world.cache):
+            part.fill_(0)
+        found = world.run(pieces, taps, read_at)
+        assert torch.equal(found[0][read_at], whole[0][read_at]), read_at
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], whole[1:], strict=False))
+        assert all(torch.equal(a, b) for a, b in zip(_memory(world.cache), kept, strict=True))
+        assert torch.equal(world.run(later)[0], after[0])
+        if layers == 1 and 2 * len(read_at) <= 130:  # half or more are left out indeed
+            left = [row for row in range(130) if row not in read_at]
+            assert torch.equal(found[0][left], world.rows(world.x, pieces)[left])
+    # Who taps the end reads it.
+    assert torch.equal(world.run(pieces, (layers,), [3])[1], whole[0])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_queries_and_keys_of_several_kinds_are_told_apart(path: str) -> None:
+    """A stack whose q, k and v are stored in kinds of their own, cut where no group of 16 ends."""
+    ops, draw = NativeOps(path=path), torch.Generator().manual_seed(3)
+    dim, heads, kv_heads = 10, 6, 3  # 60 + 30 + 30 outputs
+
+    def part(kind: str, rows: int) -> WeightTensor:
+        data = torch.randn((rows, 64), generator=draw) / 8
+        raw = data if kind == "F32" else quantize(kind, data)
+        return WeightTensor("w", (rows, 64), kind, raw)
+
+    rope = RopeTable(torch.rand(40, dim // 2), torch.rand(40, dim // 2))
+    for kinds in (("Q8_0", "Q4_1", "F32"), ("Q4_0",) * 3, ("F32", "F32", "Q8_0")):
+        sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
+        qkv = ops.load_linear([part(*one) for one in zip(kinds, sizes, strict=True)])
+        o = ops.load_linear(
+            [WeightTensor("o", (64, 60), "F32", torch.randn((64, 60), generator=draw))]
+        )
+        attention = AttentionWeights(torch.ones(64), qkv, o, heads, kv_heads, dim, 1e-5)
+        both = ops.load_linear([part("Q8_0", 64), part("Q8_0", 64)])
+        block = FeedForwardWeights(torch.ones(64), both, ops.load_linear([part("Q4_1", 64)]), 1e-5)
+        stack = ops.load_stack([LayerWeights(attention, block)], rope)
+        x, places = torch.randn((33, 64), generator=draw), torch.arange(33)
+        batch = PagedBatch(places, places, (0, 33), ((0,),))
+        caches = [ops.allocate_kv(1, 1, 40, kv_heads, dim, "float16") for _ in range(2)]
+        whole, _ = ops.run_stack(x, stack, batch, caches[0])
+        for read_at in ([], [32], [0, 7, 20]):
+            found, _ = ops.run_stack(x, stack, batch, caches[1], read_at=read_at)
+            assert torch.equal(found[read_at], whole[read_at]), (kinds, read_at)
+            assert all(map(torch.equal, _memory(caches[0]), _memory(caches[1])))
 
 
 @pytest.mark.parametrize("path", PATHS)

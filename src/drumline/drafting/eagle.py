@@ -52,7 +52,6 @@ from drumline.models.config import ArchitectureConfig
 from drumline.models.layers import ModelOutput
 from drumline.models.rope import build_rope
 from drumline.ops.base import KVCache, Linear, PagedBatch
-from drumline.ops.indices import pick_rows
 from drumline.ops.weights import WeightTensor
 
 EMBEDDING = "embed_tokens.weight"
@@ -127,16 +126,23 @@ class EagleNetwork:
         layers = with_entry(load_layers(config, {**weights, FIRST_NORM: unused}, ops))
         self.stack = ops.load_stack(layers, build_rope(config, positions, ops.device))
 
-    def pick(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
-        return pick_rows(output.hidden, rows)
+    def streams(self, output: ModelOutput) -> tuple[Tensor, ...]:
+        return (output.hidden,)
 
     def fuse(self, picked: Tensor) -> Tensor:
         return self.ops.rms_norm(picked, self.target_norm, self.target_eps)
 
-    def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        hidden: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        read_at: Sequence[int],
+    ) -> Tensor:
         ops = self.ops
         x = ops.linear(torch.cat((ops.embedding(ids, self.embedding), hidden), dim=1), self.fc)
-        x, _ = ops.run_stack(x, self.stack, batch, cache, entry=x)
+        x, _ = ops.run_stack(x, self.stack, batch, cache, entry=x, read_at=read_at)
         return x
 
     def feed_back(self, x: Tensor) -> Tensor:

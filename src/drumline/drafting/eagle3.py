@@ -67,7 +67,6 @@ from drumline.models.layers import HEAD, ModelOutput
 from drumline.models.moe import split_fused_experts
 from drumline.models.rope import build_rope
 from drumline.ops.base import KVCache, Linear, PagedBatch
-from drumline.ops.indices import pick_rows
 from drumline.ops.weights import WeightTensor
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -272,9 +271,8 @@ class Eagle3Network:
         rows = head_rows(context.checkpoint, draft.table)
         return self.ops.load_linear([lean_rows(rows, self.ops)])
 
-    def pick(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
-        # [entries, taps * target hidden]
-        return torch.cat([pick_rows(output.taps[tap], rows) for tap in self.taps], dim=1)
+    def streams(self, output: ModelOutput) -> tuple[Tensor, ...]:
+        return tuple(output.taps[tap] for tap in self.taps)
 
     def fuse(self, picked: Tensor) -> Tensor:
         ops = self.ops
@@ -283,17 +281,24 @@ class Eagle3Network:
             normed = [ops.rms_norm(part, norm, self.eps) for part, norm in parts]
             picked = torch.cat(normed, dim=1)
         if self.input_norm is not None:
-            picked = ops.rms_norm(picked, self.input_norm, self.eps)
+            return ops.norm_linear(picked, self.input_norm, self.eps, self.fc)
         return ops.linear(picked, self.fc)  # [entries, hidden]
 
-    def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        hidden: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        read_at: Sequence[int],
+    ) -> Tensor:
         ops = self.ops
         assert self.token_norm is not None
         token = ops.rms_norm(ops.embedding(ids, self.embedding), self.token_norm, self.eps)
         normed = ops.rms_norm(hidden, self.hidden_norm, self.eps)
         entry = torch.cat((token, normed), dim=1)  # [tokens, 2 * hidden]
         residual = normed if self.norm_before_residual else hidden
-        x, _ = ops.run_stack(residual, self.stack, batch, cache, entry=entry)
+        x, _ = ops.run_stack(residual, self.stack, batch, cache, entry=entry, read_at=read_at)
         return x
 
     def feed_back(self, x: Tensor) -> Tensor:

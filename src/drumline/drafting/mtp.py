@@ -72,7 +72,6 @@ from drumline.models.layers import EMBEDDING, HEAD, ModelOutput
 from drumline.models.moe import split_fused_experts
 from drumline.models.rope import build_rope
 from drumline.ops.base import KVCache, Linear, PagedBatch
-from drumline.ops.indices import pick_rows
 from drumline.ops.weights import WeightTensor
 
 COUNT = "num_nextn_predict_layers"
@@ -274,31 +273,40 @@ class MtpNetwork:
 
     def _load_block(
         self, config: ArchitectureConfig, weights: Mapping[str, WeightTensor], positions: int
-    ) -> Callable[[Tensor, PagedBatch, KVCache], Tensor]:
+    ) -> Callable[[Tensor, PagedBatch, KVCache, Sequence[int]], Tensor]:
         """The module's transformer block."""
         ops = self.ops
         if config.latent is not None:
             layers = deepseek_v3.Layers(config, weights, ops, positions)
-            return lambda x, batch, cache: layers.run(x, batch, cache).hidden
+            return lambda x, batch, cache, _: layers.run(x, batch, cache).hidden
         stack = ops.load_stack(
             load_layers(config, weights, ops), build_rope(config, positions, ops.device)
         )
-        return lambda x, batch, cache: ops.run_stack(x, stack, batch, cache)[0]
+        return lambda x, batch, cache, read_at: ops.run_stack(
+            x, stack, batch, cache, read_at=read_at
+        )[0]
 
-    def pick(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
-        return pick_rows(output.hidden, rows)
+    def streams(self, output: ModelOutput) -> tuple[Tensor, ...]:
+        return (output.hidden,)
 
     def fuse(self, picked: Tensor) -> Tensor:
         if self.target_norm is None:
             return picked
         return self.ops.rms_norm(picked, self.target_norm, self.target_eps)
 
-    def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        hidden: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        read_at: Sequence[int],
+    ) -> Tensor:
         ops = self.ops
         token = ops.rms_norm(ops.embedding(ids, self.embedding), self.token_norm, self.eps)
         normed = ops.rms_norm(hidden, self.hidden_norm, self.eps)
         x = ops.linear(torch.cat((token, normed), dim=1), self.proj)  # [tokens, hidden]
-        x = self.run(x, batch, cache)
+        x = self.run(x, batch, cache, read_at)
         return ops.rms_norm(x, self.final_norm, self.eps)
 
     def feed_back(self, x: Tensor) -> Tensor:

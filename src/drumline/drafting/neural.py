@@ -12,6 +12,7 @@ from the target's hidden states once those are known.
 Where no row drafts, pass 1 would make entries that nobody reads yet. They wait, as carried rows do,
 until a row drafts, or a block is full, whose entries the prefix cache may give to another request;
 a pass that takes in several steps' entries costs hardly more than one that takes in one step's.
+Entries that nobody drafts from need keys and values alone, and say so (``read_at``).
 Passes that other ranks take part in are never left out, so there nothing waits.
 
 The rope position of an entry is its slot, as speculators has it; where others count from 0, the
@@ -45,6 +46,9 @@ from drumline.ops.quantize import quantize
 from drumline.ops.weights import WeightTensor
 from drumline.sampling.draft import DraftSampler
 
+Streams = tuple[Tensor, ...]  # what of a target's pass entries are made of, [tokens, width] each
+Kept = tuple[Streams, int]  # those of one pass, and which row of them
+
 FIRST_KEY = 1  # slot 0 holds no entry
 WAITING_MAX = 32  # entries of a sequence, where blocks are longer than that
 LEAN = "Q4_1"  # a head's matrices where quantized ones are multiplied as they are
@@ -57,16 +61,24 @@ class DraftNetwork(Protocol):
     kv_spec: KVSpec
     hidden_size: int
 
-    def pick(self, output: ModelOutput, rows: Sequence[int]) -> Tensor:
-        """What `fuse` makes entries of: the target's ``rows``, as they are."""
+    def streams(self, output: ModelOutput) -> Streams:
+        """What `fuse` makes entries of, as it is: ``[tokens, width]`` each. It may be kept."""
         ...
 
     def fuse(self, picked: Tensor) -> Tensor:
-        """Rows of `pick`, of one step or several → ``[entries, hidden]``."""
+        """Rows of all streams, side by side → ``[entries, hidden]``."""
         ...
 
-    def forward(self, ids: Tensor, hidden: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
-        """One pass: ``[tokens]`` ids and ``[tokens, hidden]`` → ``[tokens, hidden]``."""
+    def forward(
+        self,
+        ids: Tensor,
+        hidden: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        read_at: Sequence[int],
+    ) -> Tensor:
+        """One pass: ``[tokens]`` ids and ``[tokens, hidden]`` → ``[tokens, hidden]``, of which the
+        rows of the tokens at ascending ``read_at`` will be read."""
         ...
 
     def feed_back(self, x: Tensor) -> Tensor:
@@ -109,7 +121,7 @@ class TapDrafter:
             positions_max=positions,
         )
         self._memory = IndexMemory(self.ops.device)
-        self._carried: dict[int, list[Tensor]] = {}  # number → picked rows of its last entries
+        self._carried: dict[int, list[Kept]] = {}  # number → what its last entries are made of
         self._filled: dict[int, int] = {}  # number → slots below this hold entries or are carried
 
     @property
@@ -157,8 +169,8 @@ class TapDrafter:
         return lane.k == 0 and few and first // size == (row.length - 1) // size
 
     def _let_wait(self, lanes: Sequence[Lane], output: ModelOutput | None) -> None:
-        """Keeps the rows of this step's entries for the pass that will make them. They are fused
-        there, all in one go."""
+        """Keeps the rows of this step's entries for the pass that will make them. They are picked
+        and fused there, all in one go."""
         sources: list[int] = []
         numbers: list[int] = []
         for lane in lanes:
@@ -168,10 +180,17 @@ class TapDrafter:
             numbers += [row.number] * (end - row.start - 1)
             self._filled[row.number] = row.length
         if sources:
-            assert output is not None, "rows without the target's hidden states"
-            rows = self.network.pick(output, sources).clone()
-            for number, picked in zip(numbers, rows, strict=True):
-                self._carried.setdefault(number, []).append(picked)
+            for number, kept in zip(numbers, self._keep(output, sources), strict=True):
+                self._carried.setdefault(number, []).append(kept)
+
+    def _keep(self, output: ModelOutput | None, sources: Sequence[int]) -> list[Kept]:
+        """Rows of a pass, for later: the pass's own memory unless most of it is somebody else's."""
+        assert output is not None, "rows without the target's hidden states"
+        streams = self.network.streams(output)
+        if len(streams[0]) > 2 * len(sources):
+            streams = tuple(pick_rows(stream, sources).clone() for stream in streams)
+            sources = range(len(sources))
+        return [(streams, source) for source in sources]
 
     def _begin(self, row: DraftRow) -> None:
         """A row as it comes; asserts that it goes on where the last step left it."""
@@ -186,7 +205,7 @@ class TapDrafter:
         """Entries of everything committed in this step, or waiting; ``[tokens, hidden]``."""
         inputs = PassInputs(self.cache.block_size)
         sources: list[int] = []  # rows of the output; -1 - i is the i-th of `carried`
-        carried: list[Tensor] = []
+        carried: list[Kept] = []
         carry: list[tuple[int, int]] = []  # (number, row of the output)
         for lane in lanes:
             row = lane.row
@@ -220,35 +239,59 @@ class TapDrafter:
             inputs.mask(len(rejected))
             sources += rejected
         hidden = self._gather(output, sources, carried, carry)
-        return self._run(inputs, hidden, told)
+        return self._run(inputs, hidden, told, [lane.at for lane in lanes if lane.k])
 
     def _gather(
         self,
         output: ModelOutput | None,
         sources: Sequence[int],
-        carried: Sequence[Tensor],
+        carried: Sequence[Kept],
         carry: Sequence[tuple[int, int]],
     ) -> Tensor:
         """Hidden rows of the entries ``[sources, hidden]``; notes those that must wait."""
-        own = [source for source in sources if source >= 0] if carried else list(sources)
-        wanted = own + [source for _, source in carry]
-        if not wanted and not carried:
-            return torch.zeros((0, self.network.hidden_size), device=self.ops.device)
-        assert output is not None, "rows without the target's hidden states"
-        picked = self.network.pick(output, wanted)
-        for index, (number, _) in enumerate(carry):
-            self._carried[number] = [picked[len(own) + index].clone()]
-        if carried:
-            rows = iter(range(len(own)))
-            table = torch.cat((picked, torch.stack(list(carried))))
-            picked = pick_rows(
-                table, [next(rows) if s >= 0 else len(wanted) - s - 1 for s in sources]
-            )
-        elif carry:
-            picked = picked[: len(own)]
+        if carry:
+            kept = self._keep(output, [source for _, source in carry])
+            self._carried |= {number: [row] for (number, _), row in zip(carry, kept, strict=True)}
         if not sources:
-            return picked.new_zeros((0, self.network.hidden_size))
+            return torch.zeros((0, self.network.hidden_size), device=self.ops.device)
+        own = [source for source in sources if source >= 0]
+        parts: list[tuple[Streams, list[int]]] = []
+        if own:
+            assert output is not None, "rows without the target's hidden states"
+            parts.append((self.network.streams(output), own))
+        order = list(range(len(own)))
+        if carried:
+            order = self._add_carried(parts, sources, carried)
+        columns = [
+            torch.cat([pick_rows(streams[index], rows) for streams, rows in parts])
+            for index in range(len(parts[0][0]))
+        ]
+        picked = pick_rows(torch.cat(columns, dim=1), order)
         return self.network.fuse(picked)
+
+    @staticmethod
+    def _add_carried(
+        parts: list[tuple[Streams, list[int]]], sources: Sequence[int], carried: Sequence[Kept]
+    ) -> list[int]:
+        """Adds what waited, pass by pass, to what this one gives; returns where in all of it each
+        source's row is."""
+        passes: dict[int, tuple[Streams, list[int]]] = {}
+        within = []
+        for streams, row in carried:
+            _, rows = passes.setdefault(id(streams), (streams, []))
+            within.append(len(rows))
+            rows.append(row)
+        count = sum(len(rows) for _, rows in parts)
+        begins = {}
+        for key, (_, rows) in passes.items():
+            begins[key] = count
+            count += len(rows)
+        parts += passes.values()
+        own = iter(range(len(sources)))
+        return [
+            next(own) if source >= 0 else begins[id(carried[-1 - source][0])] + within[-1 - source]
+            for source in sources
+        ]
 
     def _next_pass(self, lanes: Sequence[Lane], x: Tensor, index: int) -> Tensor:
         """One token per row: its last draft, with the hidden that drafted it."""
@@ -267,9 +310,9 @@ class TapDrafter:
             inputs.mask(masked)
             picked += picked[:1] * masked
         hidden = self.network.feed_back(pick_rows(x, picked))
-        return self._run(inputs, hidden, live)
+        return self._run(inputs, hidden, live, range(live))
 
-    def _run(self, inputs: PassInputs, hidden: Tensor, live: int) -> Tensor:
+    def _run(self, inputs: PassInputs, hidden: Tensor, live: int, read_at: Sequence[int]) -> Tensor:
         """Issues the pass, with ``live`` tokens, and computes it, with at least one token."""
         self.ledger.issue(live)
         laid_out = len(inputs.ids)
@@ -279,7 +322,7 @@ class TapDrafter:
             hidden = torch.cat((hidden, hidden.new_zeros((missing, hidden.shape[1]))))
         ids, batch = inputs.laid_out(self._memory, FIRST_KEY)
         batch = self.ops.prepare(batch, self.cache.block_size)
-        return self.network.forward(ids, hidden, batch, self.cache)
+        return self.network.forward(ids, hidden, batch, self.cache, read_at)
 
     def _draw(self, lanes: Sequence[Lane], x: Tensor, index: int) -> None:
         """The drafts of pass ``index``, of rows that want one."""

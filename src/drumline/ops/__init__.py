@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from drumline.ops.base import Ops
 
 
-def load_ops(backend: str, device: str) -> Ops:
-    """The backend of that name on that device. Raises `ConfigError` if there is none."""
+def load_ops(backend: str, device: str, threads: int | None = None) -> Ops:
+    """The backend of that name on that device. ``threads`` for operations that are not torch's;
+    None: as many as torch has. Raises `ConfigError` if there is none."""
     if backend == "reference":
         from drumline.ops.reference import ReferenceOps
 
@@ -19,7 +20,7 @@ def load_ops(backend: str, device: str) -> Ops:
     if backend == "native":
         from drumline.ops.native import NativeOps
 
-        return NativeOps(device)
+        return NativeOps(device, threads=threads)
     raise ConfigError("ops_backend", backend, "must be reference or native")
 
 

@@ -294,11 +294,15 @@ class Ops(Protocol):
         cache: KVCache,
         taps: Sequence[int] = (),
         entry: Tensor | None = None,
+        read_at: Sequence[int] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """All layers, one after the other: the residual stream ``[tokens, hidden]`` before them →
         after them, and copies of it after so many layers as each of ``taps`` says (0: before).
 
-        ``entry`` ``[tokens, in]``: what layer 0 attends to in place of x, to which it is added."""
+        ``entry`` ``[tokens, in]``: what layer 0 attends to in place of x, to which it is added.
+
+        ``read_at``: the tokens, ascending, whose rows the caller will read; None: all. A backend
+        may spare the others all of the last layer but keys and values; their rows mean nothing."""
         ...
 
     def run_decoder(

@@ -47,11 +47,17 @@ FINE = True
 
 
 class NativeOps(NativeLayers):
-    """`drumline.ops.base.Ops` for the CPU. ``path`` names an instruction set, best by default."""
+    """`drumline.ops.base.Ops` for the CPU. ``path`` names an instruction set, best by default;
+    ``threads`` are torch's, unless said otherwise."""
 
     name = "native"
 
-    def __init__(self, device: str | torch.device = "cpu", path: str | None = None) -> None:
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        path: str | None = None,
+        threads: int | None = None,
+    ) -> None:
         super().__init__(device)
         if self.device.type != "cpu":
             raise ConfigError("ops_backend", "native", f"computes on the CPU, not on {device}")
@@ -60,6 +66,11 @@ class NativeOps(NativeLayers):
             raise ConfigError("path", path, f"this processor has {', '.join(paths)}")
         self.path = path or paths[0]
         self.space = _native.Workspace(self.path, FINE)
+        self._threads = threads
+
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads() if self._threads is None else self._threads
 
     # ---- loading -------------------------------------------------------------------------
 
@@ -114,7 +125,7 @@ class NativeOps(NativeLayers):
             rows,
             x.stride(0),
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads,
         )
         return out  # [tokens, out]
 
@@ -131,7 +142,7 @@ class NativeOps(NativeLayers):
             weight.data_ptr(),
             eps,
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads,
         )
         return out
 
@@ -139,7 +150,7 @@ class NativeOps(NativeLayers):
         gate_up = gate_up.contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty((rows, width))
-        threads = torch.get_num_threads()
+        threads = self.threads
         _native.silu_and_mul(self.space, gate_up.data_ptr(), rows, width, out.data_ptr(), threads)
         return out
 
@@ -160,7 +171,7 @@ class NativeOps(NativeLayers):
             table.sin.data_ptr(),
             table.cos.shape[1],
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads,
         )
         return out
 
@@ -195,7 +206,7 @@ class NativeOps(NativeLayers):
             ids.data_ptr(),
             per_token,
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads,
         )
         return out
 
@@ -244,7 +255,7 @@ class NativeOps(NativeLayers):
             heads,
             scale,
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads,
         )
         return out
 
@@ -254,7 +265,7 @@ class NativeOps(NativeLayers):
         rows, width = logits.shape
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         out = torch.empty(rows, dtype=torch.int64)
-        threads = torch.get_num_threads()
+        threads = self.threads
         _native.argmax(
             self.space, logits.data_ptr(), rows, width, logits.stride(0), out.data_ptr(), threads
         )
@@ -275,7 +286,7 @@ class NativeOps(NativeLayers):
             k,
             values.data_ptr(),
             ids.data_ptr(),
-            torch.get_num_threads(),
+            self.threads,
         )
         return values, ids
 

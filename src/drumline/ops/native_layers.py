@@ -32,9 +32,13 @@ from drumline.ops.reference import ReferenceOps
 
 
 class NativeLayers(ReferenceOps):
-    """See `drumline.ops.base.Ops`. ``space`` is what every call is made with."""
+    """See `drumline.ops.base.Ops`. ``space`` and ``threads`` are what every call is made with."""
 
     space: _native.Workspace
+
+    @property
+    def threads(self) -> int:
+        raise NotImplementedError
 
     def load_stack(self, layers: Sequence[LayerWeights], rope: RopeTable) -> NativeStack:
         return load_stack(layers, rope)
@@ -75,7 +79,7 @@ class NativeLayers(ReferenceOps):
             x.stride(0),
             address(residual),
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads,
         )
         return out
 
@@ -94,7 +98,7 @@ class NativeLayers(ReferenceOps):
             x.shape[0],
             address(residual),
             out.data_ptr(),
-            torch.get_num_threads(),
+            self.threads,
         )
         return out
 
@@ -106,6 +110,7 @@ class NativeLayers(ReferenceOps):
         cache: KVCache,
         taps: Sequence[int] = (),
         entry: Tensor | None = None,
+        read_at: Sequence[int] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         assert isinstance(stack, NativeStack)
         assert isinstance(cache, NativeKV)
@@ -116,6 +121,7 @@ class NativeLayers(ReferenceOps):
             assert entry.shape == (ready.token_count, stack.columns(0)), entry.shape
             entry = entry if entry.stride(1) == 1 else entry.contiguous()
         tapped = {tap: torch.empty_like(out) for tap in taps}
+        read = array("q", () if read_at is None else read_at)
         stack.native.run(
             self.space,
             cache.native,
@@ -124,7 +130,9 @@ class NativeLayers(ReferenceOps):
             address(entry),
             0 if entry is None else entry.stride(0),
             [(tap, copy.data_ptr()) for tap, copy in tapped.items()],
-            torch.get_num_threads(),
+            read.buffer_info()[0],
+            -1 if read_at is None else len(read),
+            self.threads,
         )
         return out, tapped
 
@@ -164,6 +172,6 @@ class NativeLayers(ReferenceOps):
             rows.buffer_info()[0],
             len(rows),
             address(logits),
-            torch.get_num_threads(),
+            self.threads,
         )
         return out, tapped, logits

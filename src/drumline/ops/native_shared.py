@@ -104,7 +104,7 @@ class FusedLayers:
                 address(entry),
                 0 if entry is None else entry.stride(0),
                 [(tap, copy.data_ptr()) for tap, copy in tapped.items()],
-                torch.get_num_threads(),
+                self._ops.threads,
                 _group(self._tp),
                 _group(self._ep),
                 1 if self._tp is None else self._tp.size,

@@ -218,6 +218,7 @@ class ReferenceOps(ReferenceAttention):
         cache: KVCache,
         taps: Sequence[int] = (),
         entry: Tensor | None = None,
+        read_at: Sequence[int] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         return blocks.run_stack(self, x, stack, batch, cache, taps, entry)
 

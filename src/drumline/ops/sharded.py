@@ -280,10 +280,11 @@ class ShardedOps:
         cache: KVCache,
         taps: Sequence[int] = (),
         entry: Tensor | None = None,
+        read_at: Sequence[int] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         assert isinstance(stack, ShardedStack)
         if stack.whole:
-            return self.inner.run_stack(x, stack.inner, batch, cache, taps, entry)
+            return self.inner.run_stack(x, stack.inner, batch, cache, taps, entry, read_at)
         if self._fused is not None and stack.fused is not None:
             return self._fused.run(x, stack.fused, batch, cache, taps, entry)
         batch = self.prepare(batch, cache.block_size)

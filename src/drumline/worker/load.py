@@ -51,7 +51,7 @@ def load_worker(
     ``comms``: the groups of this rank, if there are others; what is issued in them goes to
     ``ledger``, and the worker has a script to be surveyed."""
     torch.set_num_threads(resolved.threads)
-    backend = load_ops(resolved.ops_backend, resolved.device)
+    backend = load_ops(resolved.ops_backend, resolved.device, resolved.threads)
     mode = resolved.config.model.logprobs_mode
     sampler = make_sampler(backend, checkpoint.config.vocab_size, mode, resolved.threads)
     ops: Ops = backend
@@ -84,7 +84,12 @@ def load_worker(
     verifier = Verifier(sampler, method)
     if script is not None and script.tp.size > 1:
         verifier = SharedVerifier(sampler, method, script)
-    return Worker(model, ops, cache, verifier, speculator, script)
+    # After an operation that they share, torch's threads spin for milliseconds for the next one, on
+    # the cores that native operations want (16 requests: a fifth of a step). Attention over latents
+    # is torch's own and wants them.
+    alone = backend.name == "native" and checkpoint.config.latent is None
+    threads = 1 if alone else resolved.threads
+    return Worker(model, ops, cache, verifier, speculator, script, threads)
 
 
 def shares_passes(comms: RankComms) -> bool:

@@ -31,7 +31,13 @@ class MutantWorker(Worker):
 
     def __init__(self, inner: Worker, mutants: Iterable[Mutant]) -> None:
         super().__init__(
-            inner.model, inner.ops, inner.cache, inner.verifier, inner.speculator, inner.script
+            inner.model,
+            inner.ops,
+            inner.cache,
+            inner.verifier,
+            inner.speculator,
+            inner.script,
+            inner.torch_threads,
         )
         self.mutants = frozenset(mutants)
         self._follows = inner.script is not None and not inner.script.leads

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from drumline.core.plan import Row, RowResult, StepPlan, StepResult
@@ -58,8 +59,10 @@ class Worker:
         verifier: Verifier,
         speculator: Speculator | None = None,
         script: StepScript | None = None,
+        torch_threads: int | None = None,
     ) -> None:
-        """``script``: where other ranks take part in this one's passes."""
+        """``script``: where other ranks take part in this one's passes. ``torch_threads``: what
+        torch computes with in a step, and only there; None: what it has anyway."""
         self.model = model
         self.ops = ops
         self.cache = cache
@@ -67,6 +70,7 @@ class Worker:
         self.sampler = verifier.sampler
         self.speculator = speculator
         self.script = script
+        self.torch_threads = torch_threads
         self._memory = IndexMemory(ops.device)
         self._sequences: dict[int, SequenceState] = {}
         self._asking: set[int] = set()  # sequences that want their prompt's log-probabilities
@@ -79,6 +83,14 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs the target over the plan's rows, samples where a row says so, and drafts."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.torch_threads or before)
+        try:
+            return self._execute(plan)
+        finally:
+            torch.set_num_threads(before)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self._follow(plan)
         if self.script is not None:
             self.script.begin(plan)
