@@ -654,9 +654,9 @@ void Stack::finish(const Run& run, const KVCache& cache, const Places& places, c
 
 void Stack::decode(const Run& run, const KVCache& cache, const Places& places,
                    const std::int64_t* ids, const Dense& table, float* x,
-                   const std::vector<Tap>& taps, const Logits& logits) const {
+                   const std::vector<Tap>& taps, const Logits& logits, const Reads* reads) const {
     table.take_rows(ids, places.tokens, x);
-    this->run(run, cache, places, x, nullptr, 0, taps);
+    this->run(run, cache, places, x, nullptr, 0, taps, reads);
     if (logits.count == 0) {
         return;
     }

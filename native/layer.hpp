@@ -200,10 +200,11 @@ struct Stack {
                 std::int64_t source_stride, float* x, const Reads& reads) const;
     bool spares(const Reads& reads, std::int64_t tokens, const std::vector<Tap>& taps) const;
 
-    // A whole pass: rows of `table` for ids [tokens] → x, all layers, logits.
+    // A whole pass: rows of `table` for ids [tokens] → x, all layers, logits of rows that are read.
     void decode(const Run& run, const KVCache& cache, const Places& places,
                 const std::int64_t* ids, const Dense& table, float* x,
-                const std::vector<Tap>& taps, const Logits& logits) const;
+                const std::vector<Tap>& taps, const Logits& logits,
+                const Reads* reads = nullptr) const;
 };
 
 }  // namespace drumline

@@ -208,13 +208,15 @@ void bind_stack(nb::module_& module) {
         .def("decode", [](const Stack& self, Workspace& space, const KVCache& cache,
                           const Places& places, Address ids, const Dense& table, Address x,
                           const Taps& taps, Address norm, float eps, const Dense& head,
-                          Address rows, std::int64_t count, Address out, int threads) {
+                          Address rows, std::int64_t count, Address out, Address read,
+                          std::int64_t reads_count, int threads) {
             const std::vector<Tap> copies = tap_copies(taps);
+            const Reads reads = {at<const std::int64_t>(read), reads_count};
             const Logits logits = {at<const float>(norm), eps,   &head,
                                    at<const std::int64_t>(rows), count, at<float>(out)};
             computed(space, threads, [&](const Run& run) {
                 self.decode(run, cache, places, at<const std::int64_t>(ids), table, at<float>(x),
-                            copies, logits);
+                            copies, logits, reads_count < 0 ? nullptr : &reads);
             });
         });
 }

@@ -175,6 +175,8 @@ class Stack:
         rows: int,
         count: int,
         out: int,
+        read: int,
+        reads_count: int,
         threads: int,
         /,
     ) -> None: ...

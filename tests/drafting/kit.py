@@ -7,6 +7,7 @@
     check_range        near every limit it is asked for what fits, and drafts no more
     check_steady       drafts follow from what a request committed: not from its neighbours, the
                        cuts of its prompt, a prefix hit, a preemption, or the padded flag
+    check_reads        drafts do not change where hidden states that nobody is said to read are none
     check_forgets      who left leaves nothing behind
 
 A drafter is given as a `Method`; everything runs through an engine, as it will. `Ear` stands
@@ -19,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from drafting.methods import Method
 from drafting.world import BLOCK, LENGTH, Job, Watch, cache_bytes, engine, jobs, tell
@@ -258,6 +261,41 @@ def check_steady(target: Path, method: Method, k: int) -> None:
             assert llm.core.counters.preemptions > 0
     assert common > 50
     assert any(reference.values())
+
+
+# ---- reads ---------------------------------------------------------------------------------------
+
+
+def poison_unread(llm: LLM) -> list[int]:
+    """Makes hidden states that a pass of the target was not asked for no numbers; returns, pass by
+    pass, of how many it did."""
+    model = llm.core.worker.model
+    forward, counts = model.forward, []
+
+    def poisoned(*args: Any, **more: Any) -> Any:
+        output = forward(*args, **more)
+        read_at = args[5]
+        unread = torch.zeros(len(output.hidden), dtype=torch.bool)
+        if read_at is not None:
+            unread[:] = True
+            unread[list(read_at)] = False
+        output.hidden[unread] = torch.nan
+        counts.append(int(unread.sum()))
+        return output
+
+    model.forward = poisoned
+    return counts
+
+
+def check_reads(target: Path, method: Method, k: int) -> None:
+    """Whoever says that it reads no hidden states drafts the same without them."""
+    settings = {"max_num_batched_tokens": 24, "max_num_seqs": 4}
+    llm, ear, _ = start(target, method, k, **settings)
+    truth = serve(llm, jobs(False)), [heard.drafts for heard in ear.heard]
+    llm, ear, _ = start(target, method, k, **settings)
+    counts = poison_unread(llm)
+    assert (serve(llm, jobs(False)), [heard.drafts for heard in ear.heard]) == truth
+    assert any(counts) != ear.traits.reads_hidden
 
 
 # ---- forget --------------------------------------------------------------------------------------

@@ -54,6 +54,11 @@ def test_steady(target: Path, method: Method) -> None:
 
 
 @ALL
+def test_reads(target: Path, method: Method) -> None:
+    kit.check_reads(target, method, 3)
+
+
+@ALL
 def test_forgets(target: Path, method: Method) -> None:
     kit.check_forgets(target, method, 3)
 

@@ -395,11 +395,15 @@ def test_a_whole_pass_is_its_parts(backend: str, picked: list[int]) -> None:
     assert torch.equal(hidden, x)
     assert sorted(tapped) == [0, 2]
     assert all(torch.equal(tapped[tap], taps[tap]) for tap in taps)
+    spared = ops.run_decoder(ids, weights, batch, world.cache, (0, 2), picked, picked)
+    assert torch.equal(spared[0][picked], x[picked])
+    assert all(torch.equal(spared[1][tap], taps[tap]) for tap in taps)
     if not picked:
-        assert logits is None
+        assert logits is spared[2] is None
         return
     assert logits is not None
     assert torch.equal(logits, ops.norm_linear(x[picked], weights.norm, 1e-5, weights.head))
+    assert torch.equal(logits, spared[2])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])

@@ -61,7 +61,9 @@ class DrafterTraits:
     ``runs_forward``: EAGLE, MTP, draft model, DFlash, hidden-state extraction do; n-gram and
     suffix do not. ``stateful``: it keeps keys and values (or the like), which must follow every
     committed token, also at K = 0. ``needs_taps``: its state is made from the target's hidden
-    states. ``in_one_pass``: all drafts come from one pass (block and parallel drafters).
+    states. ``reads_hidden``: it reads the hidden states after the last layer; where nobody does,
+    that layer is spared all rows without logits. ``in_one_pass``: all drafts come from one pass
+    (block and parallel drafters).
     ``queries_ahead``: positions queried beyond the last draft (1 for block drafters).
     ``catch_up``: tokens its first pass may take beyond a row's target tokens (1 for a draft
     model, which reads the new token too when it meets a sequence).
@@ -74,6 +76,7 @@ class DrafterTraits:
     runs_forward: bool = False
     stateful: bool = False
     needs_taps: bool = False
+    reads_hidden: bool = True
     in_one_pass: bool = False
     queries_ahead: int = 0
     catch_up: int = 0

@@ -206,9 +206,10 @@ class TargetModel(Protocol):
         cache: KVCache,
         taps: Sequence[int] = (),
         logits_at: Sequence[int] = (),
+        read_at: Sequence[int] | None = None,
     ) -> ModelOutput:
         """``[tokens]`` int64 → hidden states before the final norm ``[tokens, hidden]``, taps, and
-        the logits of the tokens at ascending ``logits_at``."""
+        the logits of the tokens at ascending ``logits_at``. ``read_at``: see `Ops.run_decoder`."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

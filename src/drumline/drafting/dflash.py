@@ -70,6 +70,7 @@ class DFlashDrafter:
             runs_forward=True,
             stateful=True,
             needs_taps=True,
+            reads_hidden=False,
             in_one_pass=True,
             queries_ahead=1,
             positions_max=positions,

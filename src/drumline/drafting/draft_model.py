@@ -91,6 +91,7 @@ class DraftModelDrafter:
             method=context.speculative.method,
             runs_forward=True,
             stateful=True,
+            reads_hidden=False,
             catch_up=1,
             positions_max=positions,
         )
@@ -131,7 +132,7 @@ class DraftModelDrafter:
         live = len(inputs.ids)
         if self.padded:
             inputs.mask(sum(max(0, lane.row.width - lane.row.count) for lane in lanes))
-        return self._run(inputs, live)
+        return self._run(inputs, live, [lane.at for lane in lanes if lane.k])
 
     def _next_pass(self, lanes: Sequence[Lane], index: int) -> Tensor:
         """The last draft of each row that wants another."""
@@ -145,15 +146,16 @@ class DraftModelDrafter:
         live = len(inputs.ids)
         if self.padded:
             inputs.mask(sum(lane.row.samples for lane in lanes) - live)
-        return self._run(inputs, live)
+        return self._run(inputs, live, range(live))
 
-    def _run(self, inputs: PassInputs, live: int) -> Tensor:
-        """Issues the pass and computes it, with at least one token; ``[tokens, hidden]``."""
+    def _run(self, inputs: PassInputs, live: int, read_at: Sequence[int]) -> Tensor:
+        """Issues the pass and computes it, with at least one token; ``[tokens, hidden]``, of which
+        the rows at ``read_at`` will be read."""
         self.ledger.issue(live)
         inputs.mask(self.ledger.padding(len(inputs.ids)))
         ids, batch = inputs.laid_out(self._memory)
         ready: PagedBatch = self.ops.prepare(batch, self.cache.block_size)
-        return self.model.forward(ids, ready, self.cache).hidden
+        return self.model.forward(ids, ready, self.cache, read_at=read_at).hidden
 
     def _draw(self, lanes: Sequence[Lane], hidden: Tensor, index: int) -> None:
         wanting = [lane for lane in lanes if lane.wants(index)]

@@ -71,7 +71,7 @@ class HiddenStatesWriter:
             )
         self.folder = folder
         self.taps = tuple(taps)
-        self.traits = DrafterTraits(method=method, needs_taps=True)
+        self.traits = DrafterTraits(method=method, needs_taps=True, reads_hidden=False)
         self._recordings: dict[int, Recording] = {}
         self._parked: set[int] = set()  # written, and extended if the request comes back
         self._problem: str | None = None  # why a file could not be written

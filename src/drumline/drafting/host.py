@@ -21,7 +21,7 @@ class HostDrafter:
     method = "host"
 
     def __init__(self) -> None:
-        self.traits = DrafterTraits(method=self.method)
+        self.traits = DrafterTraits(method=self.method, reads_hidden=False)
         self.taps: tuple[int, ...] = ()
 
     def propose(

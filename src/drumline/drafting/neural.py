@@ -117,6 +117,7 @@ class TapDrafter:
             runs_forward=True,
             stateful=True,
             needs_taps=True,
+            reads_hidden=not network.taps,
             catch_up=1,
             positions_max=positions,
         )

@@ -332,6 +332,7 @@ class Model:
         cache: KVCache,
         taps: Sequence[int] = (),
         logits_at: Sequence[int] = (),
+        read_at: Sequence[int] | None = None,
     ) -> ModelOutput:
         """``[tokens]`` int64 → hidden states, the residual stream after each of ``taps``, and the
         logits of the tokens at ascending ``logits_at``."""

@@ -108,11 +108,14 @@ class Model:
         cache: KVCache,
         taps: Sequence[int] = (),
         logits_at: Sequence[int] = (),
+        read_at: Sequence[int] | None = None,
     ) -> ModelOutput:
         """``[tokens]`` int64 → hidden states, the residual stream after each of ``taps``, and the
         logits of the tokens at ascending ``logits_at``."""
         assert all(0 <= tap <= len(self.stack) for tap in taps), taps
-        return ModelOutput(*self.ops.run_decoder(ids, self.whole, batch, cache, taps, logits_at))
+        return ModelOutput(
+            *self.ops.run_decoder(ids, self.whole, batch, cache, taps, logits_at, read_at)
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` before the final norm → ``[rows, vocab]``."""

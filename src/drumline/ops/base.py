@@ -313,9 +313,11 @@ class Ops(Protocol):
         cache: KVCache,
         taps: Sequence[int] = (),
         logits_at: Sequence[int] = (),
+        read_at: Sequence[int] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
         """One pass of a model: ``[tokens]`` int64 → what `run_stack` gives for their embeddings,
-        and the logits ``[rows, vocab]`` of the tokens at ascending ``logits_at``, if any."""
+        and the logits ``[rows, vocab]`` of the tokens at ascending ``logits_at``, if any.
+        ``read_at`` as there; those of ``logits_at`` are among them."""
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:

@@ -144,6 +144,7 @@ class NativeLayers(ReferenceOps):
         cache: KVCache,
         taps: Sequence[int] = (),
         logits_at: Sequence[int] = (),
+        read_at: Sequence[int] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
         stack, table, head = weights.stack, weights.embedding, weights.head
         assert isinstance(stack, NativeStack)
@@ -157,6 +158,7 @@ class NativeLayers(ReferenceOps):
         out = torch.empty((ids.shape[0], stack.hidden))
         tapped = {tap: torch.empty_like(out) for tap in taps}
         rows = array("q", logits_at)
+        read = rows if read_at is logits_at else array("q", read_at or ())
         logits = torch.empty((len(rows), head.out_features)) if rows else None
         stack.native.decode(
             self.space,
@@ -172,6 +174,8 @@ class NativeLayers(ReferenceOps):
             rows.buffer_info()[0],
             len(rows),
             address(logits),
+            read.buffer_info()[0],
+            -1 if read_at is None else len(read),
             self.threads,
         )
         return out, tapped, logits

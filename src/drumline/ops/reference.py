@@ -230,6 +230,7 @@ class ReferenceOps(ReferenceAttention):
         cache: KVCache,
         taps: Sequence[int] = (),
         logits_at: Sequence[int] = (),
+        read_at: Sequence[int] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
         return blocks.run_decoder(self, ids, weights, batch, cache, taps, logits_at)
 

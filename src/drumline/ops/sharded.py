@@ -305,6 +305,7 @@ class ShardedOps:
         cache: KVCache,
         taps: Sequence[int] = (),
         logits_at: Sequence[int] = (),
+        read_at: Sequence[int] | None = None,
     ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
         return blocks.run_decoder(self, ids, weights, batch, cache, taps, logits_at)
 

@@ -101,7 +101,8 @@ class Worker:
         offsets, picked = inputs.offsets, inputs.picked
         # Among ranks that share the head its logits are a pass of their own, in the script's order.
         at_once = picked if self.script is None else ()
-        output = self.model.forward(inputs.ids, inputs.batch, self.cache, taps, at_once)
+        read_at = None if self._reads_hidden else picked
+        output = self.model.forward(inputs.ids, inputs.batch, self.cache, taps, at_once, read_at)
         prompts: dict[int, tuple[PositionLogprobs, ...]] = {}
         if self._asking:
             prompts = self._prompt_logprobs(plan.rows, offsets, output.hidden)
@@ -145,6 +146,11 @@ class Worker:
         if self._knows_all:
             for row in plan.rows:
                 self._sequences[row.number].extend(row)
+
+    @property
+    def _reads_hidden(self) -> bool:
+        """Whether anybody reads hidden states of rows without logits."""
+        return bool(self._asking) or (self.traits is not None and self.traits.reads_hidden)
 
     @property
     def _knows_all(self) -> bool:
