@@ -160,7 +160,8 @@ class Stage:
                 while right < k and self.rng.random() < rates[right]:
                     right += 1
                 self.length.observe(number, k, right)
-            self.length.observe_seconds(len(self.numbers), k, self.costs[k] / 1_000_000)
+            rows = len(self.numbers)
+            self.length.observe_seconds(rows, k, rows * k, self.costs[k] / 1_000_000)
             self.length.executed()
             self.chosen.append(k)
         return self.chosen[before:]
@@ -334,12 +335,31 @@ def test_one_odd_step_moves_little_and_nothing_becomes_free() -> None:
     assert min(costs.micros(1)) >= 1
 
 
+@pytest.mark.parametrize("count", [8, 11, 16])
+def test_a_step_whose_rows_did_not_all_draft_says_what_all_would_have_cost(count: int) -> None:
+    """Each draft costs 100 µs: who took a part for the whole would find them cheap."""
+    costs = flat_costs(1, rows=16)
+    plain = costs.micros(16)[0]
+    for _ in range(200):
+        costs.observe(16, 0, plain)
+        costs.observe(16, 1, plain + 100 * count, count)
+    assert abs(costs.micros(16)[1] - (plain + 1600)) < 60
+
+
 @given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(0, 10**7)), max_size=60)
+    st.lists(
+        st.tuples(
+            st.integers(1, 40),
+            st.integers(0, 3),
+            st.integers(0, 10**7),
+            st.none() | st.integers(0, 120),
+        ),
+        max_size=60,
+    )
 )
-def test_costs_stay_positive_whole_numbers(seen: list[tuple[int, int, int]]) -> None:
+def test_costs_stay_positive_whole_numbers(seen: list[tuple[int, int, int, int | None]]) -> None:
     costs = flat_costs(3, rows=16)
-    for rows, k, micros in seen:
-        costs.observe(rows, k, micros)
+    for rows, k, micros, count in seen:
+        costs.observe(rows, k, micros, count)
     for rows in (1, 2, 16):
         assert all(type(cell) is int and cell > 0 for cell in costs.micros(rows))

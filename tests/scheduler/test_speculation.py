@@ -360,10 +360,12 @@ def test_a_drafter_that_finds_nothing_is_asked_less(free: bool, least: float, mo
 def test_a_lookups_step_says_what_a_length_costs_if_it_has_the_drafts() -> None:
     length = AdaptiveDraftLength(3, costs_of(4, 3), only_proposed=True)
     scheduler = world_of(draft_length=length).scheduler
-    before = length.costs.micros(1)
     bare = Row(0, 9, (1,), (0,), True)
+    few = Row(0, 9, (1,), (0, 1, 2), True, drafts=(5,))
+    most = Row(0, 9, (1,), (0, 1, 2), True, drafts=(5, 6))
     found = Row(0, 9, (1,), (0, 1, 2), True, drafts=(5, 6, 7))
-    for row, told in ((bare, False), (found, True)):
+    for row, told in ((bare, False), (few, False), (most, True), (found, True)):
+        before = length.costs.micros(1)
         scheduler.note_seconds(StepPlan(0, 0, (row,), draft_k=3, verify_width=4), 9.0)
         assert (length.costs.micros(1)[3] > before[3]) is told
 

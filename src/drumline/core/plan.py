@@ -119,9 +119,9 @@ class StepPlan(Struct, frozen=True):
         return all(row.samples and len(row.tokens) == 1 for row in self.rows)
 
     @property
-    def full(self) -> bool:
-        """Every row has as many drafts as the last step's draft length asked for."""
-        return all(len(row.drafts) == self.verify_width - 1 for row in self.rows)
+    def draft_count(self) -> int:
+        """Drafts that this step verifies."""
+        return sum(len(row.drafts) for row in self.rows)
 
     @property
     def num_spec_tokens_to_schedule(self) -> int:

@@ -55,12 +55,17 @@ class CostCurve:
         """Expected microseconds of a step of ``rows`` decoding rows, for each draft length."""
         return tuple(self._cells[self._index(rows)])
 
-    def observe(self, rows: int, draft_k: int, micros: int) -> None:
+    def observe(self, rows: int, draft_k: int, micros: int, draft_count: int | None = None) -> None:
         """A step of ``rows`` decoding rows, in which K was ``draft_k`` before and now, took so.
 
-        The other cells follow half as far: a machine slows down as a whole, but not only.
+        ``draft_count``: what it verified, if less than ``draft_k`` of each row; what it took beyond
+        a step of no drafts is then held for its part of what all would have taken. The other cells
+        follow half as far: a machine slows down as a whole, but not only.
         """
         index = self._index(rows)
+        if draft_count is not None and 0 < draft_count < rows * draft_k:
+            plain = self._cells[index][0]
+            micros += max(0, micros - plain) * (rows * draft_k - draft_count) // draft_count
         expected = self._cells[index][draft_k]
         visits = self._visits[index][draft_k] = self._visits[index][draft_k] + 1
         micros = max(expected // _OUTLIER, min(micros, expected * _OUTLIER), 1)

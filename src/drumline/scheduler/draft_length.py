@@ -56,8 +56,9 @@ class DraftLength(Protocol):
         """A request was asked for so many drafts, and so many of them were right."""
         ...
 
-    def observe_seconds(self, rows: int, draft_k: int, seconds: float) -> None:
-        """A pure decode step, K the same before and in it, took so long."""
+    def observe_seconds(self, rows: int, draft_k: int, draft_count: int, seconds: float) -> None:
+        """A pure decode step, K the same before and in it, that verified so many drafts of all its
+        rows together took so long."""
         ...
 
     def executed(self) -> None:
@@ -95,7 +96,7 @@ class StaticDraftLength:
     def observe(self, number: int, asked_count: int, accepted_count: int) -> None:
         """Nothing is learned."""
 
-    def observe_seconds(self, rows: int, draft_k: int, seconds: float) -> None:
+    def observe_seconds(self, rows: int, draft_k: int, draft_count: int, seconds: float) -> None:
         """Nothing is learned."""
 
     def executed(self) -> None:
@@ -153,9 +154,9 @@ class AdaptiveDraftLength:
     asked for only while its chance is worth the time of verifying it. Of every 32 steps two take
     the next longer or shorter length, so that its cost and acceptance are known and not believed.
 
-    With ``only_proposed`` chances and costs are those of steps in which drafts were proposed: a
-    step without any costs and brings what one of K = 0 does, whatever was asked, and speaks for
-    no length and against none.
+    With ``only_proposed`` chances and costs are those of steps in which drafts were proposed, half
+    of what was asked or more: a step without any costs and brings what one of K = 0 does, whatever
+    was asked, and speaks for no length and against none.
     """
 
     def __init__(
@@ -211,8 +212,8 @@ class AdaptiveDraftLength:
     def observe(self, number: int, asked_count: int, accepted_count: int) -> None:
         self.acceptance.observe(number, asked_count, accepted_count)
 
-    def observe_seconds(self, rows: int, draft_k: int, seconds: float) -> None:
-        self.costs.observe(rows, draft_k, round(seconds * 1_000_000))
+    def observe_seconds(self, rows: int, draft_k: int, draft_count: int, seconds: float) -> None:
+        self.costs.observe(rows, draft_k, round(seconds * 1_000_000), draft_count)
 
     def executed(self) -> None:
         self._step += 1

@@ -303,9 +303,12 @@ class Scheduler:
         return self.take_events()
 
     def note_seconds(self, plan: StepPlan, seconds: float) -> None:
-        """How long a committed step took, which says what a draft length costs if it is steady."""
-        if plan.steady and (plan.full or not self.draft_length.only_proposed):
-            self.draft_length.observe_seconds(len(plan.rows), plan.draft_k, seconds)
+        """How long a committed step took, which says what a draft length costs if it is steady and
+        no more than half of its drafts were left out; or all, where asking is what costs."""
+        count, most = plan.draft_count, len(plan.rows) * plan.draft_k
+        told = 2 * count >= most or (count == 0 and not self.draft_length.only_proposed)
+        if plan.steady and told:
+            self.draft_length.observe_seconds(len(plan.rows), plan.draft_k, count, seconds)
 
     def _commit_row(
         self, sequence: Sequence, row: Row, outcome: RowResult, draft_k: int, finish: Finish
