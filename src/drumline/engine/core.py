@@ -219,6 +219,9 @@ class EngineCore:
                 self._broken = str(error)
                 self._deltas = [self._with_reason(delta) for delta in self._deltas]
                 raise
+            finally:
+                if not self._replica.has_work:
+                    self.worker.rest()
         if stats is not None:
             self.counters.steps += 1
             self.counters.step_seconds += stats.seconds

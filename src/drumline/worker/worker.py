@@ -62,7 +62,7 @@ class Worker:
         torch_threads: int | None = None,
     ) -> None:
         """``script``: where other ranks take part in this one's passes. ``torch_threads``: what
-        torch computes with in a step, and only there; None: what it has anyway."""
+        torch computes with from a step on until `rest`; None: what it has anyway."""
         self.model = model
         self.ops = ops
         self.cache = cache
@@ -71,6 +71,7 @@ class Worker:
         self.speculator = speculator
         self.script = script
         self.torch_threads = torch_threads
+        self._threads_before: int | None = None  # torch's, while it has others
         self._memory = IndexMemory(ops.device)
         self._sequences: dict[int, SequenceState] = {}
         self._asking: set[int] = set()  # sequences that want their prompt's log-probabilities
@@ -83,14 +84,7 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs the target over the plan's rows, samples where a row says so, and drafts."""
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.torch_threads or before)
-        try:
-            return self._execute(plan)
-        finally:
-            torch.set_num_threads(before)
-
-    def _execute(self, plan: StepPlan) -> StepResult:
+        self._take_threads()
         self._follow(plan)
         if self.script is not None:
             self.script.begin(plan)
@@ -129,8 +123,22 @@ class Worker:
         if self.speculator is not None:
             self.speculator.forget(number, self._step)
 
+    def _take_threads(self) -> None:
+        before = torch.get_num_threads()
+        if self.torch_threads is not None and self.torch_threads != before:
+            torch.set_num_threads(self.torch_threads)
+            if self._threads_before is None:
+                self._threads_before = before
+
+    def rest(self) -> None:
+        """No step is near: torch gets back the threads that it had."""
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+
     def close(self) -> None:
         """Releases what a drafter holds beyond memory."""
+        self.rest()
         if self.speculator is not None:
             self.speculator.drafter.close()
 
