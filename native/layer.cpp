@@ -153,22 +153,20 @@ struct Projection {
           kernels(row_kernels(path)),
           path(path) {}
 
-    void finish(float* qkv, std::int64_t token) const {
-        turn(qkv, token, 0, weights.heads + 2 * weights.kv_heads);
-        keep(qkv, token);
-    }
+    // Of q, k and v together.
+    std::int64_t heads() const { return weights.heads + 2 * weights.kv_heads; }
 
-    // Bias, norm and rope of heads begin .. end - 1 of q, k, v, one after the other in a row.
-    void turn(float* qkv, std::int64_t token, std::int64_t begin, std::int64_t end) const {
+    // Heads begin .. end - 1 of them.
+    void finish(float* qkv, std::int64_t token, std::int64_t begin, std::int64_t end) const {
         const std::int64_t dim = weights.head_dim, half = rope.half;
+        const std::int64_t values = weights.heads + weights.kv_heads;
         const float* cos = rope.cos + places.positions[token] * half;
         const float* sin = rope.sin + places.positions[token] * half;
         if (weights.qkv.bias != nullptr) {
             float* own = qkv + begin * dim;
             kernels.add(own, weights.qkv.bias + begin * dim, (end - begin) * dim, own);
         }
-        for (std::int64_t head = begin; head < std::min(end, weights.heads + weights.kv_heads);
-             ++head) {
+        for (std::int64_t head = begin; head < std::min(end, values); ++head) {
             float* own = qkv + head * dim;
             const float* norm = head < weights.heads ? weights.q_norm : weights.k_norm;
             if (norm != nullptr) {
@@ -176,13 +174,9 @@ struct Projection {
             }
             kernels.rope(own, half, cos, sin, own);
         }
-    }
-
-    void keep(const float* qkv, std::int64_t token) const {
-        if (places.slots[token] >= 0) {
-            const float* key = qkv + weights.heads * weights.head_dim;
-            write_kv(cache, layer, places.slots[token], key,
-                     key + weights.kv_heads * weights.head_dim, path);
+        if (end > values && places.slots[token] >= 0) {
+            write_kv(cache, layer, places.slots[token], qkv + weights.heads * dim,
+                     qkv + values * dim, path);
         }
     }
 };
@@ -325,56 +319,22 @@ void Experts::outputs(const Run& run, const float* x, std::int64_t rows, const s
 
 namespace {
 
-// q, k, v of rows first .. first + rows - 1, which x begins with: keys and values go to the cache.
+// Heads begin .. end - 1 of q, k, v, of rows first .. first + rows - 1, which x begins with. Keys and
+// values, where they are among them, go to the cache.
 void project(const Run& run, const Projection& projection, const float* x, std::int64_t x_stride,
-             std::int64_t first, std::int64_t rows, float* qkv) {
+             std::int64_t first, std::int64_t rows, float* qkv, std::int64_t begin,
+             std::int64_t end) {
     const Attention& weights = projection.weights;
-    const std::int64_t width = weights.qkv.outputs;
+    const std::int64_t width = weights.qkv.outputs, dim = weights.head_dim;
     each_tile(rows, [&](std::int64_t row, std::int64_t count) {
         const Intake in = weights.qkv.take_in(run, weights.norm, weights.eps,
                                               x + row * x_stride, count, x_stride);
         float* own = qkv + (first + row) * width;
-        weights.qkv.multiply(run, in, own, width);
-        each_row(
-            run, count,
-            [&](std::int64_t at) { projection.finish(own + at * width, first + row + at); }, 1);
-    });
-}
-
-// Of rows that nobody reads after the last layer: keys and values alone.
-void project_keys(const Run& run, const Projection& projection, const float* x,
-                  std::int64_t x_stride, std::int64_t rows) {
-    const Attention& weights = projection.weights;
-    const std::int64_t width = weights.qkv.outputs, heads = weights.heads + 2 * weights.kv_heads;
-    each_tile(rows, [&](std::int64_t row, std::int64_t count) {
-        float* qkv = run.space.scratch.projected.take(count_of(count, width));
-        const Intake in = weights.qkv.take_in(run, weights.norm, weights.eps, x + row * x_stride,
-                                              count, x_stride);
-        weights.qkv.multiply(run, in, qkv, width, {weights.heads * weights.head_dim});
+        weights.qkv.multiply(run, in, own, width, {begin * dim, end * dim});
         each_row(
             run, count,
             [&](std::int64_t at) {
-                projection.turn(qkv + at * width, row + at, weights.heads, heads);
-                projection.keep(qkv + at * width, row + at);
-            },
-            1);
-    });
-}
-
-// q of rows that others' keys were made beside of; `projection` has their places.
-void project_queries(const Run& run, const Projection& projection, const float* x,
-                     std::int64_t x_stride, std::int64_t rows, float* q) {
-    const Attention& weights = projection.weights;
-    const std::int64_t width = weights.qkv.outputs;
-    each_tile(rows, [&](std::int64_t row, std::int64_t count) {
-        const Intake in = weights.qkv.take_in(run, weights.norm, weights.eps, x + row * x_stride,
-                                              count, x_stride);
-        float* own = q + row * width;
-        weights.qkv.multiply(run, in, own, width, {0, weights.heads * weights.head_dim});
-        each_row(
-            run, count,
-            [&](std::int64_t at) {
-                projection.turn(own + at * width, row + at, 0, weights.heads);
+                projection.finish(own + at * width, first + row + at, begin, end);
             },
             1);
     });
@@ -415,8 +375,8 @@ void attend_block(const Run& run, const Attention& weights, const KVCache& cache
     const std::int64_t tokens = places.tokens;
     float* qkv = scratch.projected.take(count_of(tokens, weights.qkv.outputs));
     // All keys first: a token may see later ones of its own block.
-    project(run, Projection(weights, cache, places, rope, layer, run.space.path), x, x_stride, 0,
-            tokens, qkv);
+    const Projection all(weights, cache, places, rope, layer, run.space.path);
+    project(run, all, x, x_stride, 0, tokens, qkv, 0, all.heads());
     float* mixed = scratch.mixed.take(count_of(tokens, weights.heads * weights.head_dim));
     look_back(run, weights, cache, layer, places, qkv, mixed);
     bring_out(run, weights, mixed, tokens, residual, out);
@@ -564,9 +524,9 @@ void Stack::run_apart(std::int64_t count, const Run& run, const KVCache& cache,
             if (next != nullptr) {
                 const bool enters = index == 0 && entry != nullptr;
                 const std::int64_t stride = enters ? entry_stride : hidden;
-                project(own,
-                        Projection(*next->attention, cache, places, rope, index, own.space.path),
-                        (enters ? entry : x) + first * stride, stride, first, rows, qkv);
+                const Projection all(*next->attention, cache, places, rope, index, own.space.path);
+                project(own, all, (enters ? entry : x) + first * stride, stride, first, rows, qkv,
+                        0, all.heads());
             }
         });
         if (next != nullptr) {
@@ -623,12 +583,13 @@ void Stack::finish(const Run& run, const KVCache& cache, const Places& places, c
     const std::int64_t rows = reads.count, hidden = attention.o.outputs;
     const std::int64_t columns = attention.qkv.columns, width = attention.qkv.outputs;
     const Path path = run.space.path;
-    project_keys(run, Projection(attention, cache, places, rope, index, path), source,
-                 source_stride, places.tokens);
+    Scratch& scratch = run.space.scratch;
+    const Projection all(attention, cache, places, rope, index, path);
+    float* qkv = scratch.projected.take(count_of(places.tokens, width));
+    project(run, all, source, source_stride, 0, places.tokens, qkv, attention.heads, all.heads());
     if (rows == 0) {
         return;
     }
-    Scratch& scratch = run.space.scratch;
     float* entry = scratch.read_entry.take(count_of(rows, columns));
     float* stream = scratch.read_stream.take(count_of(rows, hidden));
     std::int64_t* seen = scratch.read_places.take(count_of(2, rows));
@@ -640,11 +601,10 @@ void Stack::finish(const Run& run, const KVCache& cache, const Places& places, c
         seen[rows + row] = places.table_start[token];
     }
     const Places own = {rows, seen, nullptr, places.tables, seen + rows, places.first_key};
-    float* q = scratch.projected.take(count_of(rows, width));
-    project_queries(run, Projection(attention, cache, own, rope, index, path), entry, columns, rows,
-                    q);
+    project(run, Projection(attention, cache, own, rope, index, path), entry, columns, 0, rows, qkv,
+            0, attention.heads);
     float* mixed = scratch.mixed.take(count_of(rows, attention.heads * attention.head_dim));
-    look_back(run, attention, cache, index, own, q, mixed);
+    look_back(run, attention, cache, index, own, qkv, mixed);
     bring_out(run, attention, mixed, rows, stream, stream);
     feed_forward(index, run, stream, rows, stream, stream);
     for (std::int64_t row = 0; row < rows; ++row) {
